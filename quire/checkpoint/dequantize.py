@@ -40,17 +40,44 @@ def dequantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
 
 
-def dequantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """float16 scale and minimum, 12 bytes of 6-bit scales and minima, then 4 runs of 32 bytes of nibbles."""
-    packed = blocks[:, 4:16].unflatten(1, (3, 4))
-    low_scales, low_mins, rest = packed[:, 0], packed[:, 1], packed[:, 2]
+def _q5(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """4 bytes of fifth bits and 16 of nibbles, uint8 [n, 4] and [n, 16] -> float32 [n, 32]."""
+    fifth = high.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
+    return _nibbles(low).flatten(1).add_(fifth.flatten(1), alpha=16)
+
+
+def dequantize_q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale, 4 bytes of fifth bits, 16 of nibbles, with an offset of 16."""
+    return _q5(blocks[:, 2:6], blocks[:, 6:]).sub_(16).mul_(_half(blocks, 0))
+
+
+def dequantize_q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale, float16 minimum, 4 bytes of fifth bits, 16 of nibbles."""
+    return _q5(blocks[:, 4:8], blocks[:, 8:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima of the 8 sub-blocks of a Q4_K or Q5_K block, float32 [n, 8, 1]."""
+    low_scales, low_mins, rest = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     # Sub-blocks 0..3 have their 6 bits in one byte; 4..7 have a nibble of `rest` and the two bits left in the byte of
     # sub-block i-4.
     scales = torch.cat((low_scales & 63, (rest & 15) | (low_scales >> 6 << 4)), dim=1)
     mins = torch.cat((low_mins & 63, (rest >> 4) | (low_mins >> 6 << 4)), dim=1)
-    scale = (_half(blocks, 0) * scales).unsqueeze(2)
-    minimum = (_half(blocks, 2) * mins).unsqueeze(2)
+    return (_half(blocks, 0) * scales).unsqueeze(2), (_half(blocks, 2) * mins).unsqueeze(2)
+
+
+def dequantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale and minimum, 12 bytes of 6-bit scales and minima, then 4 runs of 32 bytes of nibbles."""
+    scale, minimum = _k_scales(blocks)
     values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32)
+    return values.mul_(scale).sub_(minimum).flatten(1)
+
+
+def dequantize_q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit i of a byte belongs to sub-block i."""
+    scale, minimum = _k_scales(blocks)
+    fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).add_(fifth, alpha=16)
     return values.mul_(scale).sub_(minimum).flatten(1)
 
 
@@ -75,8 +102,11 @@ _OWN: dict[str, Dequantize] = {
     "BF16": lambda blocks: blocks.view(torch.bfloat16),
     "Q4_0": dequantize_q4_0,
     "Q4_1": dequantize_q4_1,
+    "Q5_0": dequantize_q5_0,
+    "Q5_1": dequantize_q5_1,
     "Q8_0": dequantize_q8_0,
     "Q4_K": dequantize_q4_k,
+    "Q5_K": dequantize_q5_k,
     "Q6_K": dequantize_q6_k,
 }
 

@@ -62,7 +62,7 @@ FORWARDED = ("QUIRE_CPU_ISA", "QUIRE_NATIVE_KERNELS", "QUIRE_PLUGINS", "VLLM_PLU
 
 
 def forwarded() -> dict[str, str]:
-    """What workers on other machines must know of this process's environment."""
+    """What workers on other machines, and processes that started earlier, must know of this process's environment."""
     return {name: os.environ[name] for name in FORWARDED if name in os.environ}
 
 

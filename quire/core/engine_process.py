@@ -49,7 +49,7 @@ from quire.messages.requests import (
     sendable,
 )
 from quire.metrics.stats_logger import StatsLogger
-from quire.platforms.process import die_with_parent, leave_signals_to_parent
+from quire.platforms.start_up import collector_paused
 
 logger = logging.getLogger("quire")
 
@@ -342,19 +342,10 @@ def _unsent(message: Any, error: Exception) -> Any:
 
 
 def engine_process_main(config: EngineConfig, address: str, log_level: int = logging.WARNING) -> None:
-    """What the started process runs. `log_level` is the one of the process that starts it."""
-    die_with_parent()
+    """What the process of an EngineStart runs. `log_level` is the one of the process that starts it."""
     set_up_logging(log_level, config.observability.log_config_file)
-    # Before torch is imported. libgomp's threads would spin for milliseconds between operations on cores that front
-    # ends need; sleeping at once costs a single request a third of its speed. docs/performance.md has the figures.
-    if not environment.OMP_WAIT_POLICY.is_set():
-        environment.GOMP_SPINCOUNT.set_default()
-    # torch and oneDNN each keep 1024 compiled matrix products, one for every number of rows: a gigabyte that fills up
-    # over minutes of mixed traffic. What is thrown away here is made again in half a millisecond.
-    environment.LRU_CACHE_CAPACITY.set_default()
-    environment.ONEDNN_PRIMITIVE_CACHE_CAPACITY.set_default()
-    leave_signals_to_parent()
 
+    @collector_paused()
     def make_core() -> EngineCore:
         from quire.platforms.defaults import with_platform_defaults
 

@@ -14,6 +14,7 @@ from quire.compat.unavailable import named, with_tokenization
 from quire.compat.vllm_interface import VllmInterface, refuse_loggers
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
+from quire.core.engine_start import EngineStart
 from quire.engine.async_engine import EngineCallError, EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
@@ -29,6 +30,7 @@ from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import cache_config_info
 from quire.metrics.kinds import Metric
+from quire.platforms.start_up import collector_paused
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.load import tokenizer_of
 from quire.weights.engine_methods import CONTROL_SECONDS, AsyncControlMethods
@@ -53,13 +55,16 @@ async def paced(items: Iterable[T]) -> AsyncIterator[T]:
 class AsyncLLM(AsyncControlMethods, VllmInterface):
     """The constructor returns once the model is loaded. This process does not import torch."""
 
-    def __init__(self, config: EngineConfig, channel: EngineChannel | None = None) -> None:
-        """Starts its own engine, unless given a `channel` to a shared one."""
+    @collector_paused()
+    def __init__(
+        self, config: EngineConfig, channel: EngineChannel | None = None, start: EngineStart | None = None
+    ) -> None:
+        """Starts its own engine, unless given a `channel` to a shared one, or a `start` of its process."""
         began = time.perf_counter()
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
         self._owns_engine = channel is None
-        self._connection = channel or EngineConnection(self.config)
+        self._connection = channel or EngineConnection(self.config, start=start)
         try:
             model = self.config.model
             self.tokenizer = None if model.skip_tokenizer_init else tokenizer_of(checkpoint, model)

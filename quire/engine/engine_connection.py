@@ -2,8 +2,7 @@
 
 import atexit
 import logging
-import multiprocessing
-import multiprocessing.util  # its exit handler joins child processes: it must be registered before ours
+import multiprocessing.util  # noqa: F401  # its exit handler joins child processes: it must be registered before ours
 import signal
 import weakref
 from multiprocessing.process import BaseProcess
@@ -13,30 +12,25 @@ from typing import Any
 import zmq
 
 from quire.config import EngineConfig
-from quire.core.engine_process import engine_process_main
+from quire.core.engine_start import EngineStart
 from quire.distributed.socket_folder import SocketFolder
 from quire.engine.async_engine import EngineDeadError
 from quire.messages.protocol import Codec, Dead, FromEngine, Goodbye, Hello, Ready, Shutdown
-
-# A fresh interpreter per process: a fork would inherit locks held by the parent's threads.
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class EngineHost:
     """An engine process, started here, and the folder of sockets through which front ends connect."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, start: EngineStart | None = None) -> None:
+        """`start`: a process that is there already."""
         self._sockets = SocketFolder()
         self.folder = self._sockets.path
-        self.process = SPAWN.Process(
-            target=engine_process_main,
-            args=(config, engine_address(self.folder), logging.getLogger("quire").getEffectiveLevel()),
-            name="quire-engine",
-        )
+        start = start or EngineStart(config)
+        self.process = start.process
         self._kill_and_clean_up = weakref.finalize(self, _kill_and_clean_up, self.process, self._sockets)
         self._kill_and_clean_up.atexit = False
         atexit.register(self._kill_and_clean_up)
-        self.process.start()
+        start.proceed(config, engine_address(self.folder), logging.getLogger("quire").getEffectiveLevel())
 
     def all_connected(self) -> None:
         """Remove the sockets' files: connected sockets do not need them, and none can be left behind."""
@@ -109,8 +103,8 @@ class EngineChannel:
 class EngineConnection(EngineChannel):
     """A channel to an engine that is started here and stopped by `close`."""
 
-    def __init__(self, config: EngineConfig, client: int | None = 0) -> None:
-        self.host = EngineHost(config)
+    def __init__(self, config: EngineConfig, client: int | None = 0, start: EngineStart | None = None) -> None:
+        self.host = EngineHost(config, start)
         super().__init__(self.host.folder, client)
 
     def wait_ready(self) -> Ready:

@@ -1,7 +1,6 @@
 """The synchronous engine: add requests, step, collect outputs."""
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,35 +23,44 @@ from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.engine import cache_config_info
 from quire.metrics.kinds import Metric
-from quire.platforms.defaults import with_platform_defaults
+from quire.platforms.start_up import collector_paused, start_loading_torch
 from quire.tokenizer.load import tokenizer_of
 from quire.weights.engine_methods import ControlMethods
 
 logger = logging.getLogger("quire")
 
+PHASES = ("import", "model load", "cache", "engine process")  # of a start, in this order in the log
 ADAPTER_SECONDS = 0.002  # between looks at whether an adapter is loaded
 
 
 class LLMEngine(ControlMethods, VllmInterface):
+    @collector_paused()
     def __init__(
         self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
     ) -> None:
         """`import_seconds` is the time that imports took, for the start-up log. With `multiprocess` the core runs in
         its own process."""
-        times = [time.perf_counter()]
+        began = time.perf_counter()
+        phases = {} if import_seconds is None else {"import": import_seconds}
+        if not multiprocess:
+            import tokenizers  # noqa: F401  # its library would wait for torch's
+
+            start_loading_torch()
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
         model = self.config.model
         self.tokenizer = None if model.skip_tokenizer_init else tokenizer_of(checkpoint, model)
         self.client: EngineCoreClient
-        self.client, ready = self._start_process() if multiprocess else self._start_in_process(times)
-        times.append(time.perf_counter())
+        self.client, ready = self._start_process() if multiprocess else self._start_in_process(phases)
+        seconds = time.perf_counter() - began + (import_seconds or 0.0)
+        phases["engine process" if multiprocess else "model load"] = seconds - sum(phases.values())
         self.max_model_len = ready.max_model_len
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, features=ready.features)
         self.output_processor = OutputProcessor.of_engine(self.config, self.tokenizer)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
-        for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):
+        spent = ", ".join(f"{phase} {phases[phase]:.1f}" for phase in PHASES if phase in phases)
+        for line in (*ready.summary.lines(checkpoint.name), f"ready in {seconds:.1f} s: {spent}"):
             logger.info(line)
 
     @classmethod
@@ -84,15 +92,20 @@ class LLMEngine(ControlMethods, VllmInterface):
     def engine_core(self) -> EngineCoreClient:
         return self.client
 
-    def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:
+    def _start_in_process(self, phases: dict[str, float]) -> tuple[InprocClient, Ready]:
+        began = time.perf_counter()
+        from quire.platforms.defaults import with_platform_defaults  # imports torch
+
+        phases["import"] = phases.get("import", 0.0) + time.perf_counter() - began
         self.config = with_platform_defaults(self.config)
         executor = make_executor(self.config)
-        times.append(time.perf_counter())
+        began = time.perf_counter()
         try:
             core = EngineCore(self.config, executor)
         except BaseException:
             executor.shutdown()
             raise
+        phases["cache"] = time.perf_counter() - began
         return InprocClient(core), Ready(
             core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs, core.features
         )
@@ -221,13 +234,3 @@ class LLMEngine(ControlMethods, VllmInterface):
 
     def shutdown(self) -> None:
         self.client.shutdown()
-
-
-def _time_line(times: list[float], import_seconds: float | None) -> str:
-    """Start-up time by phase; the engine process is one phase."""
-    ends = ["model load", "cache"] if len(times) == 3 else ["engine process"]
-    spent = [end - start for start, end in itertools.pairwise(times)]
-    phases = {"import": import_seconds, **dict(zip(ends, spent, strict=True))}
-    measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
-    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in measured.items())
-    return f"ready in {sum(measured.values()):.1f} s: {parts}"

@@ -124,25 +124,38 @@ def _sentencepiece_backend(
 def merges_from_scores(
     vocabulary: dict[str, int], tokens: list[str], types: Sequence[int], scores: Sequence[float]
 ) -> Merges:
-    """SentencePiece merges any adjacent pair that forms a token, best score first: each split of a token is a merge."""
-    ranked: list[tuple[float, int, int, int, str, str]] = []
-    for token, kind, score in zip(tokens, types, scores, strict=True):
-        if kind != NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                # Among equal scores the longer left part goes first, as in transformers' conversion.
-                ranked.append((-score, -cut, vocabulary[left], vocabulary[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
+    """SentencePiece merges any adjacent pair that forms a token, best score first: each split of a token is a merge.
+
+    Of tokens with equal scores the longer left part goes first, then lower ids, as in transformers' conversion.
+    """
+    merges: Merges = []
+    append = merges.append
+    best_first = [token_id for token_id, kind in enumerate(types) if kind == NORMAL]
+    best_first.sort(key=scores.__getitem__, reverse=True)
+    last, begin, count = None, 0, 0  # the score of the token before, where its merges begin, how many have it
+    for token_id in best_first:
+        if scores[token_id] == last:
+            count += 1
+        else:
+            if count > 1:
+                _sort_equals(merges, begin, vocabulary)
+            last, begin, count = scores[token_id], len(merges), 1
+        token = tokens[token_id]
+        for cut in range(len(token) - 1, 0, -1):
+            if (left := token[:cut]) in vocabulary and (right := token[cut:]) in vocabulary:
+                append((left, right))
+    if count > 1:
+        _sort_equals(merges, begin, vocabulary)
+    return merges
+
+
+def _sort_equals(merges: Merges, begin: int, vocabulary: dict[str, int]) -> None:
+    merges[begin:] = sorted(merges[begin:], key=lambda pair: (-len(pair[0]), vocabulary[pair[0]], vocabulary[pair[1]]))
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    vocabulary: dict[str, int] = {}
-    for token_id, token in enumerate(tokens):
-        vocabulary.setdefault(token, token_id)
-    return vocabulary
+    """Of tokens that are there twice the first counts."""
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def _add_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: Sequence[int]) -> None:

@@ -226,8 +226,7 @@ def test_the_log_line_about_load_can_be_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_process, "EngineCore", lambda config, executor: core)
     monkeypatch.setattr("quire.executor.uniproc.UniProcExecutor", lambda config: None)
     monkeypatch.setattr("quire.platforms.defaults.with_platform_defaults", lambda config: config)
-    for name in ("die_with_parent", "leave_signals_to_parent", "set_up_logging"):
-        monkeypatch.setattr(engine_process, name, lambda *_: None)
+    monkeypatch.setattr(engine_process, "set_up_logging", lambda *_: None)
     monkeypatch.setattr(engine_process.os, "_exit", lambda code: None)
     monkeypatch.setattr(engine_process.logger, "isEnabledFor", lambda level: True)
     engine_process.engine_process_main(EngineConfig.from_kwargs(disable_log_stats=disabled), "address")

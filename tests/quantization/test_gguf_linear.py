@@ -183,6 +183,15 @@ def test_workers_take_their_part():
         assert ((got.double() - wanted).abs() <= error_bound(x, weight, wanted)).all()
 
 
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
+def test_a_large_weight_is_packed_in_parts(monkeypatch, type_name):
+    blocks, _ = random_blocks(type_name, 160, 256)
+    arguments = (type_name, blocks, 256, range(16, 16 + 5 * 16 + 9), 8)
+    whole = quantized.pack(*arguments)
+    monkeypatch.setattr(quantized, "PART_BYTES", 2 * whole.data.shape[1])  # two panels
+    assert torch.equal(quantized.pack(*arguments).data, whole.data)
+
+
 def test_rotary_pairs_move_half_a_head_apart():
     blocks, weight = random_blocks("Q4_1", 64, 64)
     packed = quantized.pack("Q4_1", blocks, 64, rotary_half=8)  # four heads of 16

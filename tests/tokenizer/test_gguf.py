@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from quire.checkpoint.gguf_header import GGUFHeader
-from quire.tokenizer.gguf import build_gguf_tokenizer
+from quire.tokenizer.gguf import NORMAL, build_gguf_tokenizer, merges_from_scores
 from quire.tokenizer.pretokenizers import PRE_TOKENIZERS, build_pre_tokenizer
 from tests.tokenizer.vocabularies import sentencepiece
 
@@ -109,6 +109,21 @@ def test_sentencepiece_merges_by_score(spm):
     assert spm.convert_ids_to_tokens(spm.encode("hello world")) == ["<s>", "▁hello", "▁w", "or", "ld"]
     assert spm.decode(spm.encode("hello world")) == "hello world"
     assert spm.token_text(spm.encode("hello")[-1]) == " hello"
+
+
+def test_merges_of_equal_scores_are_in_the_order_of_transformers():
+    tokens = ["a", "b", "c", "ab", "bc", "abc", "bca", "ca"]
+    scores = [0.0, 0.0, 0.0, -2.0, -2.0, -2.0, -1.0, -2.0]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    ranked = sorted(
+        (-score, -cut, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
+        for token, score in zip(tokens, scores, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    )
+    merges = merges_from_scores(vocabulary, tokens, [NORMAL] * len(tokens), scores)
+    assert merges == [(left, right) for *_, left, right in ranked]
+    assert merges[:4] == [("bc", "a"), ("b", "ca"), ("ab", "c"), ("a", "b")]
 
 
 def test_sentencepiece_falls_back_to_bytes(spm):

@@ -13,6 +13,7 @@ from quire.config.vllm.unpack import logging_options
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.core.engine_start import EngineStart
 
 logger = logging.getLogger("quire")
 
@@ -54,6 +55,19 @@ def run(args: argparse.Namespace) -> int:
             f"node_rank is {engine_config.parallel.node_rank}: the server runs on node 0; add --headless for a machine "
             "with workers only (--node-rank)"
         )
+    from quire.core.engine_start import EngineStart
+
+    start = EngineStart(engine_config)  # it takes longest
+    try:
+        return _check_and_serve(config, engine_config, api_keys, start)
+    finally:
+        start.cancel()
+
+
+def _check_and_serve(
+    config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], start: "EngineStart"
+) -> int:
+    """The exit code."""
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.http.dialect import dialects
     from quire.entrypoints.http.middleware import import_middleware
@@ -77,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         check_grpc(config)
     sock = bind(config)
     try:
-        return _serve(config, engine_config, api_keys, sock)
+        return _serve(config, engine_config, api_keys, sock, start)
     except EngineDeadError as error:
         logger.error("the engine could not start: %s", error)
         return 1
@@ -89,31 +103,33 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_workers(config: "EngineConfig") -> int:
     """A machine of --nnodes without the engine: the exit code."""
-    from quire.config import environment
     from quire.engine.resolve_config import resolve_config
+    from quire.platforms.start_up import set_torch_environment
 
-    # Before torch is imported, as in an engine's process.
-    if not environment.OMP_WAIT_POLICY.is_set():
-        environment.GOMP_SPINCOUNT.set_default()
-    environment.LRU_CACHE_CAPACITY.set_default()
-    environment.ONEDNN_PRIMITIVE_CACHE_CAPACITY.set_default()
+    set_torch_environment()
     from quire.executor.headless import HeadlessNode
     from quire.platforms.defaults import with_platform_defaults
 
     return HeadlessNode(with_platform_defaults(resolve_config(config)[0])).run()
 
 
-def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], sock: socket.socket) -> int:
+def _serve(
+    config: ServerConfig,
+    engine_config: "EngineConfig",
+    api_keys: tuple[str, ...],
+    sock: socket.socket,
+    start: "EngineStart",
+) -> int:
     """The exit code."""
     if config.api_server_count > 1:
         from quire.entrypoints.http.supervisor import Supervisor
 
-        return Supervisor(config, engine_config, api_keys, sock).run()
+        return Supervisor(config, engine_config, api_keys, sock, start).run()
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.http.app import build_app
     from quire.entrypoints.http.server import Server, announce, base_url
 
-    engine = AsyncLLM(engine_config)
+    engine = AsyncLLM(engine_config, start=start)
     server = None
     try:
         app = build_app(engine, config, engine.config, api_keys)

@@ -12,7 +12,8 @@ from multiprocessing.process import BaseProcess
 
 from quire.config import EngineConfig
 from quire.config.server import ServerConfig
-from quire.engine.engine_connection import SPAWN, EngineConnection, how_it_ended
+from quire.core.engine_start import SPAWN, EngineStart
+from quire.engine.engine_connection import EngineConnection, how_it_ended
 from quire.engine.resolve_config import resolve_config
 from quire.entrypoints.http.api_process import ApiProcess, api_process_main
 from quire.entrypoints.http.peers import LOAD_FIELDS, REPLY_SECONDS
@@ -60,13 +61,19 @@ class Supervisor:
     the reason it ended."""
 
     def __init__(
-        self, config: ServerConfig, engine_config: EngineConfig, api_keys: tuple[str, ...], listener: socket.socket
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        api_keys: tuple[str, ...],
+        listener: socket.socket,
+        start: EngineStart,
     ) -> None:
         self.config = config
         self.engine_config, checkpoint = resolve_config(engine_config)  # download once, not in every process
         self.checkpoint_name = checkpoint.name
         self.api_keys = api_keys
         self.listener = listener
+        self._engine_start = start
         self._apis: list[Api] = []
         self._alive: set[BaseProcess] = set()
         self._started: list[Started] = []
@@ -91,7 +98,7 @@ class Supervisor:
         for sig in handled_signals():
             loop.add_signal_handler(sig, self._on_signal, sig)
         url = base_url(self.listener, self.config)
-        self._engine = EngineConnection(self.engine_config, client=None)
+        self._engine = EngineConnection(self.engine_config, client=None, start=self._engine_start)
         try:
             self._watch(self._engine.host.process, self._engine_ended)
             await self._start_apis()

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.config.pooling import CLASSIFY, EMBED, TOKEN_EMBED, PoolingSetup
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
-from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.pooling.inputs import ALL, PoolingInputs, Truncation
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
+
+if TYPE_CHECKING:
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
 TASKS = {"cross-encoder": CLASSIFY, "bi-encoder": EMBED, "late-interaction": TOKEN_EMBED}
 TEXT_PART = "text"
@@ -86,7 +88,7 @@ def score_type(setup: PoolingSetup | None) -> str:
 
 
 def score_prompts(
-    inputs: PoolingInputs, pairs: Pairs, options: ScoreOptions, renderer: ChatRenderer | None
+    inputs: PoolingInputs, pairs: Pairs, options: ScoreOptions, renderer: "ChatRenderer | None"
 ) -> list[ParsedPrompt]:
     """A prompt for each pair for a cross-encoder, else one for each query and document."""
     for name, most in (("max_tokens_per_query", options.max_query), ("max_tokens_per_doc", options.max_document)):

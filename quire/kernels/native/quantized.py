@@ -1,6 +1,8 @@
 """Weights that stay quantized on a CPU: packing them, multiplying by them, looking rows of them up."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +34,8 @@ _SIZES = {
 FORMATS = {name: Format(index, *sizes) for index, (name, sizes) in enumerate(_SIZES.items())}
 GROUP = 32  # inputs that are rounded together
 LANES = 16  # outputs of a panel
+# Of panels that a thread packs: the loader reads several weights at a time, but a vocabulary's outweighs all others.
+PART_BYTES = 32 << 20
 
 
 def is_available() -> bool:
@@ -69,9 +73,20 @@ def pack(type_name: str, blocks: torch.Tensor, inputs: int, rows: range | None =
     data = torch.empty(-(-len(rows) // LANES), panel, dtype=torch.uint8)
     if len(rows) % LANES:
         data[-1] = 0  # outputs that are not there
-    native_function("quire_pack_quantized")(
-        kind.index, blocks.data_ptr(), data.data_ptr(), len(rows), inputs, blocks.stride(0), rows.start, rotary_half
-    )
+    part = max(1, PART_BYTES // panel) * LANES
+
+    def pack_part(start: int) -> None:
+        native_function("quire_pack_quantized")(
+            kind.index, blocks.data_ptr(), data[start // LANES :].data_ptr(), min(part, len(rows) - start), inputs,
+            blocks.stride(0), rows.start + start, rotary_half,
+        )  # fmt: skip
+
+    starts = range(0, len(rows), part)
+    if len(starts) < 2:
+        pack_part(0)
+    else:
+        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1), "pack") as pool:
+            list(pool.map(pack_part, starts))
     return Packed(kind, data, len(rows), inputs)
 
 
