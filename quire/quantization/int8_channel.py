@@ -32,7 +32,8 @@ class Int8ChannelLinearMethod(FusedLinearMixin):
         def finish(weight: torch.Tensor) -> None:
             keep(layer, "int8_weight", pack_int8(*quantize_channels(weight)))
 
-        return Staging(*layer.staged, len(partitions), finish).slots(partitions)  # type: ignore[misc]
+        shape, dtype, device = layer.staged  # type: ignore[misc]
+        return Staging(shape, dtype, device, len(partitions), finish).slots(partitions)
 
     def process_after_loading(self, layer: nn.Module) -> None:
         assert hasattr(layer, "int8_weight"), "not all parts of the weight were loaded"

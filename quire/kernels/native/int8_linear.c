@@ -14,7 +14,7 @@
 #define HAVE_INT8_DOT 1
 #endif
 
-enum { ROWS = 12, ZERO = 128, FOUR = 4 };
+enum { ROWS = 12, FEWEST_AHEAD = 6, ZERO = 128, FOUR = 4 };
 
 /* Panels of this many bytes stay in the second-level cache while all rows pass by (as in linear.c). */
 enum { GROUP_BYTES = 128 << 10 };
@@ -73,14 +73,17 @@ static void round_rows(const Weight *w, const void *x, Inputs to, int64_t first,
 }
 
 #ifdef HAVE_INT8_DOT
+/* ahead: as in linear.c. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const uint8_t *x, const int8_t *panel,
-                                                           const int32_t *start, int64_t fours, int32_t *sums) {
+                                                           const int32_t *start, int64_t fours, int32_t *sums,
+                                                           const int8_t *ahead) {
     __m512i a[ROWS], b[ROWS];
     __m512i first = _mm512_loadu_si512(start), second = _mm512_loadu_si512(start + 16);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
     for (int64_t e = 0; e < fours; e++) {
         __m512i w0 = _mm512_loadu_si512(panel + e * PANEL * FOUR), w1 = _mm512_loadu_si512(panel + e * PANEL * FOUR + 64);
+        if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL * FOUR / 2, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t four;
@@ -98,7 +101,8 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 }
 #else
 static inline __attribute__((always_inline)) void multiply(const int rows, const uint8_t *x, const int8_t *panel,
-                                                           const int32_t *start, int64_t fours, int32_t *sums) {
+                                                           const int32_t *start, int64_t fours, int32_t *sums,
+                                                           const int8_t *ahead) {
     for (int r = 0; r < rows; r++) {
         int32_t *to = sums + r * PANEL;
         memcpy(to, start, sizeof(int32_t) * PANEL);
@@ -113,10 +117,10 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 #endif
 
 static void multiply_rows(int rows, const uint8_t *x, const int8_t *panel, const int32_t *start, int64_t fours,
-                          int32_t *sums) {
+                          int32_t *sums, const int8_t *ahead) {
     switch (rows) {
 #define CASE(R)                                                                                                        \
-    case R: multiply(R, x, panel, start, fours, sums); break;
+    case R: multiply(R, x, panel, start, fours, sums, ahead); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
 }
@@ -145,17 +149,22 @@ static inline void write_outputs(const Weight *w, const int32_t *sums, int64_t p
 static void multiply_panels(const Weight *w, Inputs x, void *out, int64_t m, int64_t begin, int64_t end) {
     int64_t bytes = w->fours * PANEL * FOUR, group = GROUP_BYTES / bytes;
     int32_t sums[ROWS * PANEL] __attribute__((aligned(64)));
+    int64_t strips = (m + ROWS - 1) / ROWS;
     if (group < 1 || m <= ROWS) group = 1;
     for (int64_t first = begin; first < end; first += group) {
         int64_t last = first + group < end ? first + group : end;
-        for (int64_t i = 0; i < m; i += ROWS)
+        for (int64_t s = 0; s < strips; s++) {
+            int64_t i = m * s / strips;
+            int rows = (int)(m * (s + 1) / strips - i);
             for (int64_t p = first; p < last; p++) {
-                int rows = m - i < ROWS ? (int)(m - i) : ROWS;
-                multiply_rows(rows, x.q + i * w->fours * FOUR, w->packed + p * bytes, w->start + p * PANEL, w->fours, sums);
+                const int8_t *panel = w->packed + p * bytes, *ahead = panel;
+                if (strips > 2 && strips - s <= 2 && p + group < end) ahead += (2 * group + (s + 1 == strips)) * bytes / 2;
+                multiply_rows(rows, x.q + i * w->fours * FOUR, panel, w->start + p * PANEL, w->fours, sums, ahead);
                 for (int r = 0; r < rows; r++)
                     write_outputs(w, sums + r * PANEL, p, x.scale[i + r],
                                   (char *)out + (i + r) * w->n * (w->type ? 2 : 4));
             }
+        }
     }
 }
 
