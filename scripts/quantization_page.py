@@ -17,6 +17,7 @@ from quire.quantization.fp4_linear import RoundedInputsMethod
 from quire.quantization.fp8_blocks import GroupedFp8LinearMethod
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_linear import Fp8LinearMethod
+from quire.quantization.int8_channel import Int8ChannelLinearMethod
 from quire.quantization.int8_triton import W8A8Kernel
 from quire.quantization.int_kernels import DequantizedKernel, PanelKernel
 from quire.quantization.int_triton import TritonIntKernel
@@ -55,6 +56,7 @@ ROWS: list[Row] = [
     ("bitsandbytes FP4", bitsandbytes_checkpoints.bitsandbytes("fp4").config, None),
     ("GGUF", None, GGUF),
     ("unquantized", None, "int8"),
+    ("unquantized", None, "int8_per_channel"),
     ("unquantized", None, "int4"),
     ("unquantized", None, "fp8"),
     ("unquantized", None, "fp8_per_tensor"),
@@ -108,7 +110,7 @@ def _kept(method: LinearMethod) -> tuple[str, str]:
     match how:
         case DequantizedKernel() | DequantizedFp8LinearMethod():
             return "dequantized", ""
-        case PanelKernel() | BlockQuantizedLinearMethod():
+        case PanelKernel() | BlockQuantizedLinearMethod() | Int8ChannelLinearMethod():
             return "panels", "int8 activations"
         case TritonIntKernel():
             return "as stored", "bfloat16 activations"

@@ -104,13 +104,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(column: Column, command: Sequence[str]) -> Iterator[str]:
+def serving(column: Column, command: Sequence[str], environment: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a server as soon as it is healthy; `command` is given its port last."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        process = subprocess.Popen([*command, str(port)], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, str(port)], stdout=log, stderr=log, env=environment)
         try:
             while not _healthy(url):
                 late = time.perf_counter() - began > START_UP_SECONDS

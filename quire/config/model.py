@@ -11,7 +11,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 QUANTIZATIONS = (
     "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "modelopt", "bitsandbytes", "gguf",
-    "dequantized", "int8", "int4",
+    "dequantized", "int8", "int8_per_channel", "int4",
 )  # fmt: skip
 # vLLM names its kernels too.
 QUANTIZATION_ALIASES = {
@@ -73,8 +73,8 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "of the weights; default: as the checkpoint is; fp8 and bitsandbytes (GPU), int8 and int4 quantize while "
-        "loading; dequantized: quantized weights become dtype",
+        "of the weights; default: as the checkpoint is; fp8 and bitsandbytes (GPU), int8, int4 and int8_per_channel "
+        "(CPU) quantize while loading; dequantized: quantized weights become dtype",
         choices=QUANTIZATIONS,
         aliases=QUANTIZATION_ALIASES,
     )

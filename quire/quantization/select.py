@@ -18,6 +18,7 @@ from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
 GGUF, DEQUANTIZED = "gguf", "dequantized"
 INT_BITS = {"int8": 8, "int4": 4}
+INT8_PER_CHANNEL = "int8_per_channel"
 COMPRESSED, BITSANDBYTES = "compressed-tensors", "bitsandbytes"
 # By quant_method, the module in this package that serves it with `quantization(stored, dtype, device, dequantize)`,
 # imported when a checkpoint needs it.
@@ -54,6 +55,8 @@ def choose_quantization(
         return UNQUANTIZED
     if requested in INT_BITS:
         return _int_quantization(requested, dtype, device, is_gguf)
+    if requested == INT8_PER_CHANNEL:
+        return _int8_per_channel(dtype, device, is_gguf)
     if requested in ONLINE:
         return _fp8_quantization(requested, dtype, device)
     if is_gguf:
@@ -64,7 +67,8 @@ def choose_quantization(
         return online_quantization(dtype, device)
     raise ValueError(
         f"quantization is {requested!r}, but the checkpoint is not quantized; "
-        f"allowed: {', '.join(INT_BITS)}, on a GPU also {', '.join((*ONLINE, BITSANDBYTES))}"
+        f"allowed: {', '.join(INT_BITS)}, on a GPU also {', '.join((*ONLINE, BITSANDBYTES))}, "
+        f"on a CPU also {INT8_PER_CHANNEL}"
     )
 
 
@@ -140,3 +144,17 @@ def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, 
     if obstacle:
         raise ValueError(f"quantization {requested!r} is not possible: {obstacle}; leave it out to run in {dtype}")
     return IntQuantization(INT_BITS[requested])
+
+
+def _int8_per_channel(dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:
+    from quire.quantization.int8_channel import Int8ChannelQuantization
+
+    if is_gguf:
+        raise _not_for_gguf(INT8_PER_CHANNEL)
+    obstacle = panels_obstacle(dtype, device)
+    if obstacle:
+        raise ValueError(
+            f"quantization {INT8_PER_CHANNEL!r} is for CPUs, and not possible here: {obstacle}; "
+            f"allowed on a GPU: {', '.join((*INT_BITS, *ONLINE, BITSANDBYTES))}"
+        )
+    return Int8ChannelQuantization(dtype)

@@ -15,8 +15,7 @@ from quire.models.base import LanguageModel
 
 logger = logging.getLogger("quire")
 
-MAX_TOKENS = 256  # in larger steps Python's share of the time is small,
-MAX_TOKENS_UNCACHED = 8192  # but not for encoders: small models whose steps hold many texts
+MIN_SIZE, MAX_TOKENS = 256, 8192  # of recordings
 OTHER_SIZE = 3  # of a second recording, which must consist of the same calls
 
 
@@ -49,7 +48,6 @@ class RecordedSteps:
         """`stream_layers`: keys of ForwardContext.streams."""
         self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
         self.lora, self.stream_layers = lora, stream_layers
-        self.max_tokens = MAX_TOKENS if tables else MAX_TOKENS_UNCACHED
         self.replays = 0
         self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
         # A stage without an embedding starts from the stream of the one before.
@@ -68,7 +66,7 @@ class RecordedSteps:
         replayed. `shared` as StepInputs.prefix_len, `embeds` as the model's inputs_embeds."""
         tokens, count = len(inputs.input_ids), len(rows)
         adapted = self.lora is not None and self.lora.active
-        if adapted not in self._replayable or tokens > self.max_tokens:
+        if adapted not in self._replayable or tokens > MAX_TOKENS:
             return None
         if embeds is None:
             assert self.model.embed_tokens is not None
@@ -98,7 +96,7 @@ class RecordedSteps:
 
     def _record(self, like: torch.Tensor) -> RecordedStep:
         # A larger step than any before is recorded anew.
-        size = max(MAX_TOKENS, 1 << (len(like) - 1).bit_length())
+        size = max(MIN_SIZE, 1 << (len(like) - 1).bit_length())
         recording, step = self._record_size(like.new_zeros(size, like.shape[1]))
         other, _ = self._record_size(like.new_zeros(OTHER_SIZE, like.shape[1]))
         if [call.shape for call in recording.calls] != [call.shape for call in other.calls]:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C comp
 KINDS = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8", "attention_backend": "native"},
+    "int8_per_channel": {"dtype": "float32", "quantization": "int8_per_channel", "attention_backend": "native"},
 }
 
 
@@ -54,6 +55,23 @@ def test_replayed_steps_give_the_same(model, kind, chunk, monkeypatch):
     plain, count = answers(model, **settings)
     assert count == 0
     assert replayed == plain
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8_per_channel"])
+def test_steps_of_many_tokens(model, kind, monkeypatch):
+    """Of which threads take blocks through all calls between two attentions."""
+    asked = [{"prompt_token_ids": [5 + (7 * i + 3 * j) % 90 for j in range(75 + i)]} for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=2)
+    settings = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 176, "cpu_threads": 2, **KINDS[kind]}
+
+    def found():
+        with LLM(model, skip_tokenizer_init=True, **settings) as llm:
+            outputs = [o.outputs[0] for o in llm.generate(asked, params, use_tqdm=False)]
+            return [(o.token_ids, [sorted(p.items()) for p in o.logprobs]) for o in outputs]
+
+    replayed = found()
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert replayed == found()
 
 
 def test_larger_steps_are_run_among_replayed_ones(model, monkeypatch):

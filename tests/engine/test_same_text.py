@@ -17,7 +17,7 @@ from tests.tiny_models import save_tiny
 SCHEDULES = int(os.environ.get("QUIRE_SCHEDULES", "6"))
 # Heads of 64 are computed as those of real models are.
 WIDE = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-MODELS = ["llama", "gemma3", "mixtral", "q4_1"]
+MODELS = ["llama", "gemma3", "mixtral", "q4_1", "int8_per_channel"]
 SIZES = {"max_model_len": 1600, "block_size": 16, "max_num_seqs": 12, "use_tqdm_on_load": False}
 PREFIX = [7 + i * i % 180 for i in range(1100)]
 
@@ -28,14 +28,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of an engine."""
     folder: Path = tmp_path_factory.mktemp(request.param)
+    options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "skip_tokenizer_init": True, **SIZES}
     if request.param == "q4_1":
-        return str(
-            write_random_llama(folder / "llama.gguf", lambda name: "F32" if "norm" in name else "Q4_1", context=4096)
-        )
-    save_tiny(request.param, folder, **WIDE)
-    return str(folder)
+        file = write_random_llama(folder / "llama.gguf", lambda name: "F32" if "norm" in name else "Q4_1", context=4096)
+        return options | {"model": str(file)}
+    quantized = request.param == "int8_per_channel"
+    save_tiny("llama" if quantized else request.param, folder, **WIDE)
+    return options | {"quantization": request.param} if quantized else options
 
 
 def requests(chance: random.Random) -> Iterator[tuple[dict[str, Any], SamplingParams]]:
@@ -57,27 +59,26 @@ def answers(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[
     ]
 
 
-def test_random_schedules(model: str) -> None:
-    skip = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+def test_random_schedules(model: dict[str, Any]) -> None:
     chance = random.Random(0)
-    with LLM(model, **SIZES, **skip, num_gpu_blocks_override=400, enable_prefix_caching=False) as alone:
+    with LLM(**model, num_gpu_blocks_override=400, enable_prefix_caching=False) as alone:
         for number in range(0, SCHEDULES, 3):
             chunk, blocks = chance.choice([48, 100, 700, 4096]), chance.choice([150, 230, 1000])
             options = {"max_num_batched_tokens": chunk, "num_gpu_blocks_override": blocks}
             options |= {"async_scheduling": chance.random() < 0.5, "enable_prefix_caching": chance.random() < 0.7}
-            with LLM(model, **SIZES, **skip, **options) as llm:
+            with LLM(**model, **options) as llm:
                 for _ in range(min(3, SCHEDULES - number)):
                     prompts, params = map(list, zip(*requests(chance), strict=True))
                     wanted = [answers(alone, [each], [how])[0] for each, how in zip(prompts, params, strict=True)]
                     assert answers(llm, prompts, params) == wanted, options
 
 
-def test_samples_scored_again_as_prompts(model: str) -> None:
+def test_samples_scored_again_as_prompts(model: dict[str, Any]) -> None:
     """For training on samples: what a token's logprob was when drawn, its prompt logprob is."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, temperature=1.0, seed=3)
     again = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompts = [PREFIX[:length] for length in (3, 40, 1015)]
-    with LLM(model, **SIZES, skip_tokenizer_init=True, dtype="bfloat16", num_gpu_blocks_override=400) as llm:
+    with LLM(**model, num_gpu_blocks_override=400) as llm:
         drawn = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         texts = [p + list(one.outputs[0].token_ids) for p, one in zip(prompts, drawn, strict=True)]
         scored = llm.generate([{"prompt_token_ids": text} for text in texts], again, use_tqdm=False)

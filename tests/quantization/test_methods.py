@@ -99,7 +99,7 @@ def test_ranks_share_a_quantized_model(tmp_path):
 
 
 @needs_c
-@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.03), ("int4", 0.25)])
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.03), ("int8_per_channel", 0.03), ("int4", 0.25)])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_experts_are_quantized_while_loading(tmp_path, family, quantization, limit):
     from quire.checkpoint.config import load_hf_config

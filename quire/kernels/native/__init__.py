@@ -62,6 +62,7 @@ _SIGNATURES = {
     "quire_pack_linear": "pp ll",
     "quire_linear": "pppp lll",
     "quire_linear_amx": "pppp lll",
+    "quire_int8_linear": "pppppp lll i",
     "quire_amx_start": "",
     "quire_pin_threads": "p l",
     "quire_quantized_kind": "",

@@ -396,6 +396,16 @@ static void finish(const Task *t, int64_t head, int64_t group, int64_t i, float 
     int64_t to = query_place(t, head, group, i);
     if (t->sinks) merge(t->d, sums, &most, &total, zeros, t->sinks[head * group + i % group], 1.0f);
     float scale = total > 0 ? 1.0f / total : 0.0f;
+#ifdef HAVE_BF16_VECTORS
+    if (t->type) {
+        for (int64_t e = 0; e < t->d; e += 16) {
+            __mmask16 here = first_lanes(t->d - e);
+            __m512 sum = _mm512_maskz_loadu_ps(here, sums + e);
+            store16((bf16 *)t->out + to + e, here, _mm512_mul_ps(sum, _mm512_set1_ps(scale)));
+        }
+        return;
+    }
+#endif
     for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, sums[e] * scale, t->type);
 }
 

@@ -143,54 +143,69 @@ static void soften_rows(const float *scores, bf16 *to, float scale, int64_t d, f
     }
 }
 
+/* Rows that are multiplied at a time: sums enough that none waits for the one before. Fours are what is left. */
+enum { STRIP_ROWS = 8 };
+#define OF_STRIP static inline __attribute__((always_inline))
+
+OF_STRIP void score_strip(const int rows, const int32_t *q_pairs, const int32_t *keys, float *scores, int64_t d) {
+    __m512 s[STRIP_ROWS][2];
+#pragma GCC unroll 8
+    for (int a = 0; a < rows; a++) s[a][0] = s[a][1] = _mm512_setzero_ps();
+    for (int64_t e = 0; e < d / 2; e++) {
+        __m512bh k0 = (__m512bh)_mm512_load_si512(keys + e * TILE), k1 = (__m512bh)_mm512_load_si512(keys + e * TILE + 16);
+#pragma GCC unroll 8
+        for (int a = 0; a < rows; a++) {
+            __m512bh x = (__m512bh)_mm512_set1_epi32(q_pairs[a * (d / 2) + e]);
+            s[a][0] = _mm512_dpbf16_ps(s[a][0], x, k0);
+            s[a][1] = _mm512_dpbf16_ps(s[a][1], x, k1);
+        }
+    }
+#pragma GCC unroll 8
+    for (int a = 0; a < rows; a++) {
+        _mm512_store_ps(scores + a * TILE, s[a][0]);
+        _mm512_store_ps(scores + a * TILE + 16, s[a][1]);
+    }
+}
+
 /* q [m, d] times keys [d / 2][TILE] pairs of elements -> scores [m, TILE]; m in fours. */
 static __attribute__((noinline)) void score(const bf16 *q, const int32_t *keys, float *scores, int64_t m, int64_t d,
                                             int64_t blocks) {
-    const int32_t *q_pairs = (const int32_t *)q;
-    for (int64_t i = 0; i < m; i += 4)
+    for (int64_t i = 0; i < m; i += STRIP_ROWS)
         for (int64_t b = 0; b < blocks; b += 2) {
-            __m512 s[4][2];
-            for (int a = 0; a < 4; a++) s[a][0] = s[a][1] = _mm512_setzero_ps();
-            for (int64_t e = 0; e < d / 2; e++) {
-                __m512bh k0 = (__m512bh)_mm512_load_si512(keys + e * TILE + b * 16);
-                __m512bh k1 = (__m512bh)_mm512_load_si512(keys + e * TILE + b * 16 + 16);
-                for (int a = 0; a < 4; a++) {
-                    __m512bh x = (__m512bh)_mm512_set1_epi32(q_pairs[(i + a) * (d / 2) + e]);
-                    s[a][0] = _mm512_dpbf16_ps(s[a][0], x, k0);
-                    s[a][1] = _mm512_dpbf16_ps(s[a][1], x, k1);
-                }
-            }
-            for (int a = 0; a < 4; a++) {
-                _mm512_store_ps(scores + (i + a) * TILE + b * 16, s[a][0]);
-                _mm512_store_ps(scores + (i + a) * TILE + b * 16 + 16, s[a][1]);
-            }
+            const int32_t *from = (const int32_t *)(q + i * d);
+            float *to = scores + i * TILE + b * 16;
+            if (m - i >= STRIP_ROWS) score_strip(STRIP_ROWS, from, keys + b * 16, to, d);
+            else score_strip(4, from, keys + b * 16, to, d);
         }
+}
+
+OF_STRIP void weigh_strip(const int rows, const int32_t *w_pairs, const bf16 *values, float *acc, int64_t d,
+                          int64_t pairs) {
+    __m512 o[STRIP_ROWS][2];
+#pragma GCC unroll 8
+    for (int a = 0; a < rows; a++) o[a][0] = _mm512_load_ps(acc + a * d), o[a][1] = _mm512_load_ps(acc + a * d + 16);
+    for (int64_t j = 0; j < pairs; j++) {
+        __m512bh v0 = (__m512bh)_mm512_load_si512(values + j * d * 2);
+        __m512bh v1 = (__m512bh)_mm512_load_si512(values + j * d * 2 + 32);
+#pragma GCC unroll 8
+        for (int a = 0; a < rows; a++) {
+            __m512bh w = (__m512bh)_mm512_set1_epi32(w_pairs[a * (TILE / 2) + j]);
+            o[a][0] = _mm512_dpbf16_ps(o[a][0], w, v0);
+            o[a][1] = _mm512_dpbf16_ps(o[a][1], w, v1);
+        }
+    }
+#pragma GCC unroll 8
+    for (int a = 0; a < rows; a++) _mm512_store_ps(acc + a * d, o[a][0]), _mm512_store_ps(acc + a * d + 16, o[a][1]);
 }
 
 /* acc [m, d] += weights [m, TILE] times values [TILE / 2][d] pairs of keys; m in fours. */
 static __attribute__((noinline)) void weigh(const bf16 *weights, const bf16 *values, float *acc, int64_t m, int64_t d,
                                             int64_t pairs) {
-    const int32_t *w_pairs = (const int32_t *)weights;
-    for (int64_t i = 0; i < m; i += 4)
+    for (int64_t i = 0; i < m; i += STRIP_ROWS)
         for (int64_t e = 0; e < d; e += 32) {
-            __m512 o[4][2];
-            for (int a = 0; a < 4; a++) {
-                o[a][0] = _mm512_load_ps(acc + (i + a) * d + e);
-                o[a][1] = _mm512_load_ps(acc + (i + a) * d + e + 16);
-            }
-            for (int64_t j = 0; j < pairs; j++) {
-                __m512bh v0 = (__m512bh)_mm512_load_si512(values + (j * d + e) * 2);
-                __m512bh v1 = (__m512bh)_mm512_load_si512(values + (j * d + e + 16) * 2);
-                for (int a = 0; a < 4; a++) {
-                    __m512bh w = (__m512bh)_mm512_set1_epi32(w_pairs[(i + a) * (TILE / 2) + j]);
-                    o[a][0] = _mm512_dpbf16_ps(o[a][0], w, v0);
-                    o[a][1] = _mm512_dpbf16_ps(o[a][1], w, v1);
-                }
-            }
-            for (int a = 0; a < 4; a++) {
-                _mm512_store_ps(acc + (i + a) * d + e, o[a][0]);
-                _mm512_store_ps(acc + (i + a) * d + e + 16, o[a][1]);
-            }
+            const int32_t *from = (const int32_t *)(weights + i * TILE);
+            if (m - i >= STRIP_ROWS) weigh_strip(STRIP_ROWS, from, values + e * 2, acc + i * d + e, d, pairs);
+            else weigh_strip(4, from, values + e * 2, acc + i * d + e, d, pairs);
         }
 }
 

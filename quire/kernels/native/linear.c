@@ -64,7 +64,7 @@ int quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
 
 #ifdef HAVE_BF16_DOT
 
-enum { ROWS = 12 };
+enum { ROWS = 12, FEWEST_AHEAD = 6 };
 
 /* Panels of this many bytes stay in the second-level cache while all rows pass by. A row's outputs are then written some at
  * a time: one panel's for every row at once would fall on few sets of the caches where the rows' distance is a multiple of
@@ -73,9 +73,10 @@ enum { ROWS = 12 };
 #define GROUP_BYTES (128 << 10)
 #endif
 
+/* ahead: memory of as many bytes as half of a panel, fetched meanwhile unless there are few rows to do it beside. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const bf16 *x, const bf16 *panel,
-                                                           float *bias, bf16 *out, int64_t k, int64_t n,
-                                                           int64_t width) {
+                                                           float *bias, bf16 *out, int64_t k, int64_t n, int64_t width,
+                                                           const bf16 *ahead) {
     __m512 a[ROWS], b[ROWS];
     __m512 first = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
     __m512 second = bias ? _mm512_loadu_ps(bias + 16) : _mm512_setzero_ps();
@@ -85,6 +86,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     for (int64_t e = 0; e < pairs; e++) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2);
         __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2 + 32);
+        if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t pair;
@@ -114,10 +116,10 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 }
 
 static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bias, bf16 *out, int64_t k, int64_t n,
-                          int64_t width) {
+                          int64_t width, const bf16 *ahead) {
     switch (rows) {
 #define CASE(R)                                                                                                        \
-    case R: multiply(R, x, panel, bias, out, k, n, width); break;
+    case R: multiply(R, x, panel, bias, out, k, n, width, ahead); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
 }
@@ -125,18 +127,25 @@ static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bia
 int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
                       int64_t begin, int64_t end) {
     int64_t pairs = (k + 1) / 2, group = GROUP_BYTES / (pairs * PANEL * 4);
+    int64_t strips = (m + ROWS - 1) / ROWS;
     if (group < 1 || m <= ROWS) group = 1;
     for (int64_t first = begin; first < end; first += group) {
         int64_t last = first + group < end ? first + group : end;
-        for (int64_t i = 0; i < m; i += ROWS)
+        for (int64_t s = 0; s < strips; s++) { /* of about equally many rows: few do not fill the pipelines */
+            int64_t i = m * s / strips;
             for (int64_t p = first; p < last; p++) {
                 int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
+                const bf16 *panel = packed + p * pairs * PANEL * 2, *ahead = panel;
                 float added[PANEL] = {0};
                 if (bias)
                     for (int64_t j = 0; j < width; j++) added[j] = widen(bias[at + j]);
-                multiply_rows(m - i < ROWS ? (int)(m - i) : ROWS, x + i * k, packed + p * pairs * PANEL * 2,
-                              bias ? added : NULL, out + i * n + at, k, n, width);
+                /* The last two strips fetch the next group, a half each: memory is as slow as that. */
+                if (strips > 2 && strips - s <= 2 && p + group < end)
+                    ahead += (2 * group + (s + 1 == strips)) * pairs * PANEL;
+                multiply_rows((int)(m * (s + 1) / strips - i), x + i * k, panel, bias ? added : NULL, out + i * n + at, k,
+                              n, width, ahead);
             }
+        }
     }
     return DONE;
 }

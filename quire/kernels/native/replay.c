@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include "vectors.h"
 #include "bf16.h"
+#include "threads.h"
 
 int quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, int64_t, float, int);
 int quire_layer_norm(const void *, void *, const void *, const void *, void *, int64_t, int64_t, float, int);
@@ -11,6 +12,8 @@ int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 int quire_rope_and_write(const void *, void *, void *, const void *, const void *, float, const void *, const int64_t *,
                          const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float *, int64_t, int);
 int quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
+int quire_int8_linear(const void *, const int8_t *, const int32_t *, const float *, const void *, void *, int64_t, int64_t,
+                      int64_t, int);
 int quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
                            int);
@@ -53,7 +56,8 @@ enum {
     ENCODER_LINEAR,
     ENCODER_ATTENTION,
     LATENT_WRITE,
-    LATENT_ATTENTION
+    LATENT_ATTENTION,
+    INT8_LINEAR
 };
 typedef union {
     int64_t i;
@@ -65,34 +69,102 @@ typedef struct {
     Argument a[26];
 } Call;
 
+static inline int64_t width_of_type(int64_t type) { return type ? 2 : 4; }
+
+/* The part of a call that tokens [first, first + count) are: its rows of theirs depend on no others. BAD_SIZE for a call
+ * that is not of this kind. */
+static int call_rows(const Call *c, int64_t size, int64_t first, int64_t count) {
+    const Argument *a = c->a;
+    int64_t each, width; /* rows of a token, bytes of a number */
+#define ROWS_OF(argument) each = (argument).i / size
+#define FROM(argument, numbers) ((argument).p ? (char *)(argument).p + first * each * (numbers) * width : 0)
+    switch (c->kind) {
+    case RMS_NORM:
+        ROWS_OF(a[4]), width = width_of_type(a[8].i);
+        return quire_rms_norm(FROM(a[0], a[6].i), FROM(a[1], a[5].i), a[2].p, FROM(a[3], a[5].i), count * each, a[5].i,
+                              a[6].i, a[7].f, a[8].i);
+    case LAYER_NORM:
+        ROWS_OF(a[5]), width = width_of_type(a[8].i);
+        return quire_layer_norm(FROM(a[0], a[6].i), FROM(a[1], a[6].i), a[2].p, a[3].p, FROM(a[4], a[6].i), count * each,
+                                a[6].i, a[7].f, a[8].i);
+    case ADD: {
+        ROWS_OF(a[4]), width = width_of_type(a[6].i);
+        const int64_t *of_table = a[2].p ? (const int64_t *)a[2].p + first * each : 0;
+        return quire_add(FROM(a[0], a[5].i), of_table ? a[1].p : FROM(a[1], a[5].i), of_table, FROM(a[3], a[5].i),
+                         count * each, a[5].i, a[6].i);
+    }
+    case ACTIVATE:
+        ROWS_OF(a[2]), width = width_of_type(a[6].i);
+        return quire_activate(FROM(a[0], a[4].i ? 2 * a[3].i : a[3].i), FROM(a[1], a[3].i), count * each, a[3].i, a[4].i,
+                              a[5].i, a[6].i);
+    case ROPE_AND_WRITE:
+        ROWS_OF(a[9]), width = width_of_type(a[17].i);
+        return quire_rope_and_write(FROM(a[0], (a[10].i + 2 * a[11].i) * a[12].i), FROM(a[1], a[10].i * a[12].i), a[2].p,
+                                    a[3].p, a[4].p, a[5].f, a[6].p, (const int64_t *)a[7].p + first * each,
+                                    (const int64_t *)a[8].p + first * each, count * each, a[10].i, a[11].i, a[12].i,
+                                    a[13].i, a[14].i, a[15].p, a[16].i, a[17].i);
+    case LINEAR:
+        ROWS_OF(a[4]), width = sizeof(bf16);
+        return quire_linear((void *)FROM(a[0], a[6].i), a[1].p, a[2].p, (void *)FROM(a[3], a[5].i), count * each, a[5].i,
+                            a[6].i);
+    case INT8_LINEAR:
+        ROWS_OF(a[6]), width = width_of_type(a[9].i);
+        return quire_int8_linear(FROM(a[0], a[8].i), a[1].p, a[2].p, a[3].p, a[4].p, FROM(a[5], a[7].i), count * each,
+                                 a[7].i, a[8].i, a[9].i);
+    }
+    return BAD_SIZE;
+}
+
+static int is_of_rows(const Call *c) {
+    return c->kind == RMS_NORM || c->kind == LAYER_NORM || c->kind == ADD || c->kind == ACTIVATE ||
+           c->kind == ROPE_AND_WRITE || c->kind == LINEAR || c->kind == INT8_LINEAR;
+}
+
+/* Of many tokens a thread takes BLOCK at a time through all calls between two attentions: what one call writes the next
+ * finds in the second-level cache, and no thread waits for another. The last blocks are smaller, so that threads end together.
+ * It needs memory whose rows are those of the same tokens in every call (replay.py). */
+enum { BLOCK = 96, LAST_BLOCK = 48, MANY_BLOCKS = 3 };
+
+static int call_blocks(const Call *calls, int64_t count, int64_t size, int64_t tokens) {
+    int64_t blocks = tokens * 3 / 4 / BLOCK, rest = tokens - blocks * BLOCK;
+    int64_t tasks = blocks + (rest + LAST_BLOCK - 1) / LAST_BLOCK;
+    int pinned = quire_pinned(), status = DONE;
+#pragma omp parallel reduction(| : status)
+    {
+        quire_stay(pinned);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t first = task < blocks ? task * BLOCK : blocks * BLOCK + (task - blocks) * LAST_BLOCK;
+            int64_t some = task < blocks ? BLOCK : LAST_BLOCK;
+            some = tokens - first < some ? tokens - first : some;
+            for (int64_t i = 0; i < count && status == DONE; i++) status |= call_rows(calls + i, size, first, some);
+        }
+    }
+    return status;
+}
+
 /* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. What counts rows of numbers is a
  * multiple of the tokens: of heads, where each has a norm. The first call that is not DONE is the last. */
 int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens, int64_t rows, int64_t shared) {
 #define OF_TOKENS(argument) ((argument).i / size * tokens)
     int status = tokens < 0 || tokens > size || rows < 0 || rows > size ? BAD_SIZE : DONE;
+    int many = tokens >= MANY_BLOCKS * BLOCK * omp_get_max_threads();
     for (const Call *c = calls; c < calls + count && status == DONE; c++) {
         const Argument *a = c->a;
+        int64_t run = 0; /* calls of rows that follow each other */
+        while (many && c + run < calls + count && is_of_rows(c + run)) run++;
+        if (run > 1) {
+            status = call_blocks(c, run, size, tokens);
+            c += run - 1;
+            continue;
+        }
         switch (c->kind) {
-        default: status = BAD_SIZE; break;
-        case RMS_NORM:
-            status = quire_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].f, a[8].i);
-            break;
-        case LAYER_NORM:
-            status = quire_layer_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, OF_TOKENS(a[5]), a[6].i, a[7].f, a[8].i);
-            break;
-        case ADD: status = quire_add(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i); break;
-        case ACTIVATE: status = quire_activate(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i, a[5].i, a[6].i); break;
+        default: status = call_rows(c, size, 0, tokens); break;
         case ADD_LOW_RANK:
             status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]),
                                         a[8].i, a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
             break;
         case ALL_REDUCE: status = quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i); break;
-        case ROPE_AND_WRITE:
-            status = quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p,
-                                          OF_TOKENS(a[9]), a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].p,
-                                          a[16].i, a[17].i);
-            break;
-        case LINEAR: status = quire_linear(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i); break;
         case LINEAR_AMX:
             status = quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i);
             break;

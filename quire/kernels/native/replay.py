@@ -31,6 +31,7 @@ KINDS = {
     "encoder_attention": 8,
     "latent_write": 7,
     "latent_attention": 12,
+    "int8_linear": 6,
 }
 # Which argument counts requests.
 ROWS_OF_ATTENTION = {"attention": 9, "encoder_attention": 9, "latent_attention": 15}
@@ -115,7 +116,9 @@ class Recording(TorchDispatchMode):
 
 
 class Memory:
-    """Pieces for tensors, taken again for others when the last tensor that looks at one is gone."""
+    """Pieces for tensors, taken again for others of the same size when the last tensor that looks at one is gone. A
+    token's rows are then at one place in all of them: threads may be at different calls, each with its own tokens
+    (replay.c)."""
 
     def __init__(self) -> None:
         self._pieces: list[torch.Tensor] = []
@@ -129,9 +132,9 @@ class Memory:
 
     def for_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """Another, of its shape and type, all of it contiguous."""
-        fits = [i for i in self._free if self._pieces[i].nbytes >= like.nbytes]
+        fits = [i for i in self._free if self._pieces[i].nbytes == like.nbytes]
         if fits:
-            number = min(fits, key=lambda i: self._pieces[i].nbytes)
+            number = fits[0]
             self._free.remove(number)
         else:
             number = len(self._pieces)
