@@ -112,5 +112,8 @@ class RecordedSteps:
         ctx = ForwardContext(step, metadata, slots, None, streams=dict.fromkeys(self.stream_layers) or None)
         with Recording(size) as recording:
             hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)
-        run = recording.replayed()
+        if recording.is_of_texts:
+            run, hidden = recording.replayed_by_texts(starts, hidden)
+        else:
+            run = recording.replayed()
         return recording, RecordedStep(embeds, ids, rows, starts, lens, positions, slots, run, hidden, ctx)

@@ -86,6 +86,20 @@ def test_settings(tmp_path, arguments):
         assert np.abs(vectors(llm, reference.prompts, "MEAN") - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CORE)
+def test_texts_that_threads_share_out_have_the_vectors_of_texts_alone(tmp_path, family, dtype):
+    """Of many tokens each thread takes some texts; of few, and of one long text, threads share every product."""
+    save_tiny_encoder(family, tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    lengths = [1, 60, 3, 17, 44, 2, 29, 60, 60, 5] * 4
+    texts = [torch.randint(4, 211, (length,), generator=generator).tolist() for length in lengths]
+    with engine(str(tmp_path), dtype=dtype, cpu_threads=2, max_num_seqs=64) as llm:
+        together = vectors(llm, texts, "MEAN")
+        alone = np.concatenate([vectors(llm, [text], "MEAN") for text in texts])
+    assert (together == alone).all()
+
+
 def test_bfloat16_is_close(tmp_path):
     reference = make_reference("bert", tmp_path)
     with engine(reference.path, dtype="bfloat16") as llm:

@@ -96,6 +96,7 @@ _SIGNATURES = {
     "quire_encoder_linear": "ppppppp lll f ii",
     "quire_encoder_attention": "pppppppp llllllll ff i",
     "quire_replay": "p lllll",
+    "quire_replay_texts": "p llll pp l pp l",
 }
 
 

@@ -107,8 +107,9 @@ INLINE void scores_strip(const int rows, const Attention *a, const Part *t, cons
         __m512 sums[2 * STRIP], zero = _mm512_setzero_ps();
         start(rows, sums, zero, zero);
         const int32_t *panel = (const int32_t *)t->packed_keys + p * words;
-        if (a->type) multiply_bf16(rows, q, stride, (const bf16 *)panel, words, sums);
-        else multiply_f32(rows, q, stride, (const float *)panel, PANEL, words, 0xffff, 0xffff, sums);
+        if (a->type) multiply_bf16(rows, q, stride, (const bf16 *)panel, words, sums, (const char *)panel);
+        else multiply_f32(rows, q, stride, (const float *)panel, PANEL, words, 0xffff, 0xffff, sums,
+                           (const char *)panel);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             _mm512_storeu_ps(scores + r * apart + p - from, sums[2 * r]);
@@ -126,11 +127,11 @@ INLINE void values_strip(const int rows, const Attention *a, const Part *t, cons
         start(rows, sums, zero, zero);
         if (a->type)
             multiply_bf16(rows, weights, apart, (const bf16 *)t->values + (j * pairs + from * PANEL / 2) * 2, (to - from) / 2,
-                          sums);
+                          sums, weights);
         else {
             int64_t last = to < t->keys ? to : t->keys;
             multiply_f32(rows, weights, apart, (const float *)t->values + from * width + j, width, last - from, low, high,
-                         sums);
+                         sums, weights);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {

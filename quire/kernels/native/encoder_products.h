@@ -14,9 +14,12 @@
 enum { STRIP = 12 };
 #define INLINE static inline __attribute__((always_inline))
 
-/* Rows of x, `stride` elements apart, times a panel's 32 columns, added to sums [rows][2]. In bf16 `count` is of pairs. */
-INLINE void multiply_bf16(const int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t count, __m512 *sums) {
+/* Rows of x, `stride` elements apart, times a panel's 32 columns, added to sums [rows][2]. In bf16 `count` is of pairs.
+ * `ahead`: lines that are wanted next, as many as `count`; where there are none, any that are near. */
+INLINE void multiply_bf16(const int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t count, __m512 *sums,
+                          const char *ahead) {
     for (int64_t e = 0; e < count; e++) {
+        _mm_prefetch(ahead + e * 64, _MM_HINT_T1);
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + e * 64);
         __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + e * 64 + 32);
 #pragma GCC unroll 12
@@ -31,8 +34,9 @@ INLINE void multiply_bf16(const int rows, const bf16 *x, int64_t stride, const b
 }
 
 INLINE void multiply_f32(const int rows, const float *x, int64_t stride, const float *panel, int64_t apart, int64_t count,
-                         __mmask16 low, __mmask16 high, __m512 *sums) {
+                         __mmask16 low, __mmask16 high, __m512 *sums, const char *ahead) {
     for (int64_t e = 0; e < count; e++) {
+        _mm_prefetch(ahead + e * 64, _MM_HINT_T1);
         __m512 w0 = _mm512_maskz_loadu_ps(low, panel + e * apart);
         __m512 w1 = _mm512_maskz_loadu_ps(high, panel + e * apart + 16);
 #pragma GCC unroll 12

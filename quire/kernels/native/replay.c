@@ -1,6 +1,6 @@
 /* A step's calls, noted with their arguments as Python would make them, made without it for as many tokens as there are. */
 
-#include <stdint.h>
+#include "replay.h"
 #include "vectors.h"
 #include "bf16.h"
 #include "threads.h"
@@ -37,37 +37,6 @@ int quire_latent_write(bf16 *, const bf16 *, const float *, const bf16 *, const 
 int quire_latent_attention(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const int64_t *, const int32_t *,
                            const int32_t *, const int32_t *, bf16 *, bf16 *, float *, bf16 *, int64_t, int64_t, int64_t,
                            int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
-
-/* As replay.py writes them. */
-enum {
-    RMS_NORM,
-    ROPE_AND_WRITE,
-    LINEAR,
-    LINEAR_AMX,
-    QUANTIZED_LINEAR,
-    ATTENTION,
-    ROUTE,
-    MOE,
-    LAYER_NORM,
-    ADD,
-    ACTIVATE,
-    ADD_LOW_RANK,
-    ALL_REDUCE,
-    ENCODER_LINEAR,
-    ENCODER_ATTENTION,
-    LATENT_WRITE,
-    LATENT_ATTENTION,
-    INT8_LINEAR
-};
-typedef union {
-    int64_t i;
-    double f;
-    void *p;
-} Argument;
-typedef struct {
-    int64_t kind;
-    Argument a[26];
-} Call;
 
 static inline int64_t width_of_type(int64_t type) { return type ? 2 : 4; }
 

@@ -35,6 +35,8 @@ KINDS = {
 }
 # Which argument counts requests.
 ROWS_OF_ATTENTION = {"attention": 9, "encoder_attention": 9, "latent_attention": 15}
+# Of a text alone: replay_texts.c knows what of their arguments is a row for each token.
+OF_TEXTS = {"encoder_linear", "encoder_attention", "layer_norm", "add", "activate"}
 MAX_ARGUMENTS = 26
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -105,14 +107,38 @@ class Recording(TorchDispatchMode):
 
     def replayed(self) -> Replay:
         """Makes the calls for a step of any size: its inputs are in the first rows of those that were recorded."""
-        packed = b"".join(call.arguments for call in self.calls)
-        block, memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8), self._memory
+        block, memory = self._packed(), self._memory
         replay, count, size = native.native_function("quire_replay"), len(self.calls), self.size
 
         def run(tokens: int, rows: int, shared: int, memory: Memory = memory) -> None:
             replay(block.data_ptr(), count, size, tokens, rows, shared)
 
         return run
+
+    @property
+    def is_of_texts(self) -> bool:
+        """Whether the calls compute texts whole, each from its own tokens alone."""
+        kinds = {call.kind for call in self.calls}
+        return "encoder_attention" in kinds and kinds <= OF_TEXTS
+
+    def replayed_by_texts(self, starts: torch.Tensor, last: torch.Tensor) -> tuple[Replay, torch.Tensor]:
+        """As `replayed`, with threads that take some texts each; these begin and end at `starts`. Also where the rows
+        of `last`, the last result, are afterwards."""
+        block, memory, out = self._packed(), self._memory, torch.empty_like(last)
+        replay, count, size = native.native_function("quire_replay_texts"), len(self.calls), self.size
+        places = torch.tensor(memory.places(), dtype=torch.int64)
+        row = last.element_size() * last.shape[1]
+
+        def run(tokens: int, rows: int, shared: int, memory: Memory = memory) -> None:
+            replay(
+                block.data_ptr(), count, size, tokens, rows, starts.data_ptr(), places.data_ptr(), len(places),
+                last.data_ptr(), out.data_ptr(), row,
+            )  # fmt: skip
+
+        return run, out
+
+    def _packed(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(b"".join(call.arguments for call in self.calls)), dtype=torch.uint8)
 
 
 class Memory:
@@ -129,6 +155,10 @@ class Memory:
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self._pieces)
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where each piece begins, and its bytes."""
+        return [(piece.data_ptr(), piece.nbytes) for piece in self._pieces]
 
     def for_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """Another, of its shape and type, all of it contiguous."""

@@ -1,5 +1,6 @@
 """/v1/embeddings, /pooling and /v2/embed, through real clients."""
 
+import asyncio
 import base64
 import json
 import re
@@ -45,6 +46,35 @@ def test_two_thousand_texts_in_one_call(embedder):
     assert [one.index for one in found.data] == list(range(2048))
     places = range(0, 2048, 311)
     assert_close([found.data[i].embedding for i in places], [embedder.embedding(texts[i]) for i in places])
+
+
+@pytest.mark.parametrize(("many", "one"), [([text(1)], [text(100)] * 16), ([text(100)] * 16, [text(1)])])
+def test_neither_tiny_texts_nor_long_ones_hold_the_others_up(embedder, many, one):
+    """Beside clients of which each sends its next request at once, another's is answered in its turn."""
+    clients, turns = 8, 20
+    answered = 0
+
+    async def post(client: httpx.AsyncClient, texts: list[str]) -> None:
+        (await client.post("/v1/embeddings", json={"input": texts})).raise_for_status()
+
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        nonlocal answered
+        for _ in range(turns):
+            await post(client, many)
+            answered += 1
+
+    async def main() -> int:
+        async with httpx.AsyncClient(base_url=embedder.server.url, timeout=60) as client:
+            flood = [asyncio.ensure_future(keep_asking(client)) for _ in range(clients)]
+            while answered < clients:
+                await asyncio.wait(flood, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+            before = answered
+            await post(client, one)
+            waited = answered - before
+            await asyncio.gather(*flood)
+            return waited
+
+    assert asyncio.run(main()) <= 4 * clients
 
 
 def test_conversations_and_prompts(embedder):
