@@ -122,7 +122,7 @@ class Engine:
 
 def environment(engine: str, args: argparse.Namespace) -> dict[str, str]:
     """Of its process, which finds packages in the checkout that it is to run."""
-    checkout = args.before if engine == "before" else Path(__file__).parents[2]
+    checkout = args.before if engine.startswith("before") else Path(__file__).parents[2]
     chosen = os.environ | {"PYTHONPATH": str(checkout)}
     if engine.startswith("vllm"):
         chosen |= vllm_cpu.recommended(args.preload, Path(args.vllm).parent.parent)

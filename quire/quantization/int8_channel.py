@@ -1,11 +1,11 @@
-"""Weights quantized to int8 while loading, a scale for each output, and activations to int8 by token, on a CPU."""
+"""Weights quantized to int8 while loading, a scale per output, and activations to int8 by token and group, on a CPU."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from quire.kernels.native.int8 import Int8Weight, int8_linear, pack_int8, quantize_channels
+from quire.kernels.native.int8 import GROUP, Int8Weight, int8_linear, pack_int8, quantize_channels
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, keep
 from quire.quantization.block_quantized import BlockQuantizedWeight
@@ -61,5 +61,5 @@ class Int8ChannelQuantization:
         compute = str(self.dtype).removeprefix("torch.")
         return (
             f"int8_per_channel: weights quantized while loading, a scale per output; activations rounded to int8 by "
-            f"token for products; embedding, head and all else in {compute}"
+            f"token and {GROUP} inputs for products; embedding, head and all else in {compute}"
         )

@@ -1,4 +1,4 @@
-"""Weights in int8 with a scale for each output, activations in int8 by token, on a CPU."""
+"""Weights in int8 with a scale per output, activations in int8 by token and group of inputs, on a CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Linear layers in int8 on a CPU: weights with a scale for each output, rows of inputs with one each."""
+"""Linear layers in int8 on a CPU: weights with a scale per output, inputs with one per row and group of them."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import torch
 from quire.kernels.native import PANEL, TYPES, native_function
 
 FOUR = 4  # inputs that one instruction multiplies for each output
+GROUP = 192  # inputs of a row that are rounded with one scale: a multiple of 16
 ZERO = 128  # inputs are stored so much higher, without sign
 TOP = 127
 ROWS_AT_A_TIME = 4096  # limits the float32 copies
@@ -17,7 +18,7 @@ class Int8Weight:
     """A weight [outputs, inputs] in panels (int8_linear.c)."""
 
     packed: torch.Tensor  # int8 [panels, fours of inputs, PANEL, FOUR]
-    start: torch.Tensor  # int32 [panels * PANEL]
+    start: torch.Tensor  # int32 [panels, groups, PANEL]
     scale: torch.Tensor  # float32 [panels * PANEL]
     outputs: int
     inputs: int
@@ -40,8 +41,9 @@ def pack_int8(codes: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
     panels, fours = -(-outputs // PANEL), -(-inputs // FOUR)
     padded = torch.zeros(panels * PANEL, fours * FOUR, dtype=torch.int8)
     padded[:outputs, :inputs] = codes
-    start, scale = torch.zeros(panels * PANEL, dtype=torch.int32), torch.zeros(panels * PANEL)
-    start[:outputs] = -ZERO * codes.sum(1, dtype=torch.int32)
+    groups = [part.sum(1, dtype=torch.int32) for part in padded.split(GROUP, dim=1)]
+    start = -ZERO * torch.stack(groups).view(len(groups), panels, PANEL).transpose(0, 1).contiguous()
+    scale = torch.zeros(panels * PANEL)
     scale[:outputs] = scales
     packed = padded.view(panels, PANEL, fours, FOUR).permute(0, 2, 1, 3).contiguous()
     return Int8Weight(packed, start, scale, outputs, inputs)
@@ -51,10 +53,13 @@ def int8_linear_reference(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x [M, K] -> [M, N] in the type of x: what `int8_linear` computes, to the bit."""
-    most = x.float().abs().amax(1, keepdim=True)
-    rounded = (x.float() * torch.where(most > 1e-30, torch.tensor(float(TOP)) / most, 0.0)).round()
-    sums = (rounded.double() @ codes.double().t()).float()
-    product = sums.double() * (scales * (most * (1 / TOP))).double()
+    sums = torch.zeros(len(x), len(codes), dtype=torch.float64)
+    for part, weights in zip(x.float().split(GROUP, dim=1), codes.split(GROUP, dim=1), strict=True):
+        most = part.abs().amax(1, keepdim=True)
+        rounded = (part * torch.where(most > 1e-30, torch.tensor(float(TOP)) / most, 0.0)).round()
+        product = (rounded.double() @ weights.double().t()).float().double()
+        sums = (sums + product * (most * (1 / TOP)).double()).float().double()
+    product = sums * scales.double()
     return (product if bias is None else product + bias.double()).float().to(x.dtype)
 
 

@@ -1,8 +1,9 @@
-/* Linear layers in int8: a weight with one scale for each output, rows of inputs rounded with one scale each. A product is a
- * sum of integers, exact in whatever order, and is scaled once: its bits depend on nothing beside the row and the output.
+/* Linear layers in int8: a weight with one scale for each output, rows of inputs rounded with a scale for each GROUP of them.
+ * Products of a group are summed as integers, exact in whatever order, and groups in float32 in theirs: the bits of a result
+ * depend on nothing beside the row and the output.
  *
  * A weight [n, k] lies in panels of 32 outputs, [panel][fours of inputs][32][4]; inputs past k are zero. Inputs are stored
- * 128 higher, without sign, as the instruction takes them: `start` has what that adds to each output, taken off. */
+ * 128 higher, without sign, as the instruction takes them: `start` [panel][group][32] has what that adds, taken off. */
 
 #include <math.h>
 #include <string.h>
@@ -14,7 +15,7 @@
 #define HAVE_INT8_DOT 1
 #endif
 
-enum { ROWS = 12, FEWEST_AHEAD = 6, ZERO = 128, FOUR = 4 };
+enum { ROWS = 12, FEWEST_AHEAD = 6, ZERO = 128, FOUR = 4, GROUP = 192, GROUP_FOURS = GROUP / FOUR };
 
 /* Panels of this many bytes stay in the second-level cache while all rows pass by (as in linear.c). */
 enum { GROUP_BYTES = 128 << 10 };
@@ -24,18 +25,18 @@ typedef struct {
     const int32_t *start;
     const float *scale;
     const void *bias;
-    int64_t n, k, fours;
+    int64_t n, k, fours, groups;
     int type;
 } Weight;
 
-/* Rows of fours * 4 bytes, and the scale of each. */
+/* Rows of fours * 4 bytes, and the scales of each. */
 typedef struct {
     uint8_t *q;
     float *scale;
 } Inputs;
 
-/* One row: the greatest magnitude becomes 127. A NaN, whose bits are above those of all numbers, makes the scale NaN. */
-static float round_row(const void *x, int64_t k, int64_t fours, int type, uint8_t *q) {
+/* k numbers of one group: the greatest magnitude becomes 127. A NaN, whose bits are above those of all numbers, makes the scale NaN. */
+static float round_group(const void *x, int64_t k, int64_t fours, int type, uint8_t *q) {
     union { uint32_t u; float f; } most = {.u = 0};
 #ifdef HAVE_BF16_VECTORS
     if (type) {
@@ -68,72 +69,87 @@ static float round_row(const void *x, int64_t k, int64_t fours, int type, uint8_
 
 static void round_rows(const Weight *w, const void *x, Inputs to, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++)
-        to.scale[i] = round_row((const char *)x + i * w->k * (w->type ? 2 : 4), w->k, w->fours, w->type,
-                                to.q + i * w->fours * FOUR);
+        for (int64_t g = 0; g < w->groups; g++) {
+            int64_t at = g * GROUP, inputs = w->k - at < GROUP ? w->k - at : GROUP;
+            const char *from = (const char *)x + (i * w->k + at) * width_of(w->type);
+            to.scale[i * w->groups + g] = round_group(from, inputs, (inputs + FOUR - 1) / FOUR, w->type,
+                                                      to.q + i * w->fours * FOUR + at);
+        }
 }
 
+/* Rows of x by a panel -> sums [rows][PANEL], without the outputs' scales. ahead: as in linear.c. */
 #ifdef HAVE_INT8_DOT
-/* ahead: as in linear.c. */
-static inline __attribute__((always_inline)) void multiply(const int rows, const uint8_t *x, const int8_t *panel,
-                                                           const int32_t *start, int64_t fours, int32_t *sums,
-                                                           const int8_t *ahead) {
-    __m512i a[ROWS], b[ROWS];
-    __m512i first = _mm512_loadu_si512(start), second = _mm512_loadu_si512(start + 16);
+static inline __attribute__((always_inline)) void multiply(const int rows, const Weight *w, const uint8_t *x,
+                                                           const float *scale, int64_t p, const int8_t *ahead,
+                                                           float *sums) {
+    const int8_t *panel = w->packed + p * w->fours * PANEL * FOUR;
+    const int32_t *start = w->start + p * w->groups * PANEL;
+    for (int64_t g = 0; g < w->groups; g++, start += PANEL) {
+        __m512i a[ROWS], b[ROWS];
+        __m512i first = _mm512_loadu_si512(start), second = _mm512_loadu_si512(start + 16);
+        int64_t end = (g + 1) * GROUP_FOURS < w->fours ? (g + 1) * GROUP_FOURS : w->fours;
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
-    for (int64_t e = 0; e < fours; e++) {
-        __m512i w0 = _mm512_loadu_si512(panel + e * PANEL * FOUR), w1 = _mm512_loadu_si512(panel + e * PANEL * FOUR + 64);
-        if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL * FOUR / 2, 0, 2);
+        for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
+        for (int64_t e = g * GROUP_FOURS; e < end; e++) {
+            __m512i w0 = _mm512_loadu_si512(panel + e * PANEL * FOUR);
+            __m512i w1 = _mm512_loadu_si512(panel + e * PANEL * FOUR + 64);
+            if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL * FOUR / 2, 0, 2);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x + (r * w->fours + e) * FOUR, 4);
+                __m512i v = _mm512_set1_epi32(four);
+                a[r] = _mm512_dpbusd_epi32(a[r], v, w0);
+                b[r] = _mm512_dpbusd_epi32(b[r], v, w1);
+            }
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, x + (r * fours + e) * FOUR, 4);
-            __m512i v = _mm512_set1_epi32(four);
-            a[r] = _mm512_dpbusd_epi32(a[r], v, w0);
-            b[r] = _mm512_dpbusd_epi32(b[r], v, w1);
+            __m512 by = _mm512_set1_ps(scale[r * w->groups + g]), zero = _mm512_setzero_ps();
+            float *to = sums + r * PANEL;
+            _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), by, g ? _mm512_load_ps(to) : zero));
+            _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(b[r]), by, g ? _mm512_load_ps(to + 16) : zero));
         }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        _mm512_store_si512(sums + r * PANEL, a[r]);
-        _mm512_store_si512(sums + r * PANEL + 16, b[r]);
     }
 }
 #else
-static inline __attribute__((always_inline)) void multiply(const int rows, const uint8_t *x, const int8_t *panel,
-                                                           const int32_t *start, int64_t fours, int32_t *sums,
-                                                           const int8_t *ahead) {
-    for (int r = 0; r < rows; r++) {
-        int32_t *to = sums + r * PANEL;
-        memcpy(to, start, sizeof(int32_t) * PANEL);
-        for (int64_t e = 0; e < fours; e++) {
-            const int8_t *w = panel + e * PANEL * FOUR;
-            const uint8_t *v = x + (r * fours + e) * FOUR;
+static inline void multiply(const int rows, const Weight *w, const uint8_t *x, const float *scale, int64_t p,
+                            const int8_t *ahead, float *sums) {
+    const int8_t *panel = w->packed + p * w->fours * PANEL * FOUR;
+    for (int r = 0; r < rows; r++)
+        for (int64_t g = 0; g < w->groups; g++) {
+            int32_t of_group[PANEL];
+            int64_t end = (g + 1) * GROUP_FOURS < w->fours ? (g + 1) * GROUP_FOURS : w->fours;
+            memcpy(of_group, w->start + (p * w->groups + g) * PANEL, sizeof of_group);
+            for (int64_t e = g * GROUP_FOURS; e < end; e++) {
+                const int8_t *four = panel + e * PANEL * FOUR;
+                const uint8_t *v = x + (r * w->fours + e) * FOUR;
+                for (int j = 0; j < PANEL; j++)
+                    of_group[j] += v[0] * four[4 * j] + v[1] * four[4 * j + 1] + v[2] * four[4 * j + 2] + v[3] * four[4 * j + 3];
+            }
             for (int j = 0; j < PANEL; j++)
-                to[j] += v[0] * w[4 * j] + v[1] * w[4 * j + 1] + v[2] * w[4 * j + 2] + v[3] * w[4 * j + 3];
+                sums[r * PANEL + j] = fmaf((float)of_group[j], scale[r * w->groups + g], g ? sums[r * PANEL + j] : 0);
         }
-    }
 }
 #endif
 
-static void multiply_rows(int rows, const uint8_t *x, const int8_t *panel, const int32_t *start, int64_t fours,
-                          int32_t *sums, const int8_t *ahead) {
+static void multiply_rows(int rows, const Weight *w, const uint8_t *x, const float *scale, int64_t p,
+                          const int8_t *ahead, float *sums) {
     switch (rows) {
 #define CASE(R)                                                                                                        \
-    case R: multiply(R, x, panel, start, fours, sums, ahead); break;
+    case R: multiply(R, w, x, scale, p, ahead, sums); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
 }
 
 /* Sums of one row and panel `p` -> outputs. */
-static inline void write_outputs(const Weight *w, const int32_t *sums, int64_t p, float scale, void *out) {
+static inline void write_outputs(const Weight *w, const float *sums, int64_t p, void *out) {
     int64_t at = p * PANEL, width = w->n - at < PANEL ? w->n - at : PANEL;
 #ifdef HAVE_BF16_VECTORS
     if (w->type) {
         for (int64_t j = 0; j < width; j += 16) {
             __mmask16 here = first_lanes(width - j);
-            __m512 by = _mm512_mul_ps(_mm512_loadu_ps(w->scale + at + j), _mm512_set1_ps(scale));
-            __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(sums + j));
+            __m512 by = _mm512_loadu_ps(w->scale + at + j), sum = _mm512_load_ps(sums + j);
             __m512 bias = w->bias ? load16((const bf16 *)w->bias + at + j, here) : _mm512_setzero_ps();
             store16((bf16 *)out + at + j, here, _mm512_fmadd_ps(sum, by, bias));
         }
@@ -141,14 +157,14 @@ static inline void write_outputs(const Weight *w, const int32_t *sums, int64_t p
     }
 #endif
     for (int64_t j = 0; j < width; j++) {
-        float by = w->scale[at + j] * scale, bias = w->bias ? load(w->bias, at + j, w->type) : 0;
-        store(out, at + j, fmaf((float)sums[j], by, bias), w->type);
+        float bias = w->bias ? load(w->bias, at + j, w->type) : 0;
+        store(out, at + j, fmaf(sums[j], w->scale[at + j], bias), w->type);
     }
 }
 
 static void multiply_panels(const Weight *w, Inputs x, void *out, int64_t m, int64_t begin, int64_t end) {
     int64_t bytes = w->fours * PANEL * FOUR, group = GROUP_BYTES / bytes;
-    int32_t sums[ROWS * PANEL] __attribute__((aligned(64)));
+    float sums[ROWS * PANEL] __attribute__((aligned(64)));
     int64_t strips = (m + ROWS - 1) / ROWS;
     if (group < 1 || m <= ROWS) group = 1;
     for (int64_t first = begin; first < end; first += group) {
@@ -157,26 +173,26 @@ static void multiply_panels(const Weight *w, Inputs x, void *out, int64_t m, int
             int64_t i = m * s / strips;
             int rows = (int)(m * (s + 1) / strips - i);
             for (int64_t p = first; p < last; p++) {
-                const int8_t *panel = w->packed + p * bytes, *ahead = panel;
+                const int8_t *ahead = w->packed + p * bytes;
                 if (strips > 2 && strips - s <= 2 && p + group < end) ahead += (2 * group + (s + 1 == strips)) * bytes / 2;
-                multiply_rows(rows, x.q + i * w->fours * FOUR, panel, w->start + p * PANEL, w->fours, sums, ahead);
+                multiply_rows(rows, w, x.q + i * w->fours * FOUR, x.scale + i * w->groups, p, ahead, sums);
                 for (int r = 0; r < rows; r++)
-                    write_outputs(w, sums + r * PANEL, p, x.scale[i + r],
-                                  (char *)out + (i + r) * w->n * (w->type ? 2 : 4));
+                    write_outputs(w, sums + r * PANEL, p, (char *)out + (i + r) * w->n * width_of(w->type));
             }
         }
     }
 }
 
-/* x [m, k], a weight packed as above with start and scale for each output of every panel, bias [n] or NULL -> out [m, n]. */
+/* x [m, k], a weight packed as above, a scale for each output of every panel, bias [n] or NULL -> out [m, n]. */
 int quire_int8_linear(const void *x, const int8_t *packed, const int32_t *start, const float *scale, const void *bias,
                       void *out, int64_t m, int64_t n, int64_t k, int type) {
     if (m < 0 || n < 1 || k < 1) return BAD_SIZE;
     int64_t fours = (k + FOUR - 1) / FOUR, panels = (n + PANEL - 1) / PANEL;
-    Weight w = {packed, start, scale, bias, n, k, fours, type};
-    float *scratch = quire_scratch(m * (fours * FOUR + sizeof(float)));
+    int64_t groups = (k + GROUP - 1) / GROUP;
+    Weight w = {packed, start, scale, bias, n, k, fours, groups, type};
+    float *scratch = quire_scratch(m * (fours * FOUR + groups * sizeof(float)));
     if (!scratch) return NO_MEMORY;
-    Inputs rounded = {(uint8_t *)(scratch + m), scratch};
+    Inputs rounded = {(uint8_t *)(scratch + m * groups), scratch};
     int together = m * k > WORTH_THREADS, pinned = quire_pinned();
     if (!together) round_rows(&w, x, rounded, 0, m);
 #pragma omp parallel if (n * k > WORTH_THREADS)

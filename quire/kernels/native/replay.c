@@ -89,23 +89,20 @@ static int is_of_rows(const Call *c) {
            c->kind == ROPE_AND_WRITE || c->kind == LINEAR || c->kind == INT8_LINEAR;
 }
 
-/* Of many tokens a thread takes BLOCK at a time through all calls between two attentions: what one call writes the next
- * finds in the second-level cache, and no thread waits for another. The last blocks are smaller, so that threads end together.
- * It needs memory whose rows are those of the same tokens in every call (replay.py). */
-enum { BLOCK = 96, LAST_BLOCK = 48, MANY_BLOCKS = 3 };
+/* Of many tokens a thread takes up to BLOCK at a time through all calls between two attentions: what one call writes the next
+ * finds in the second-level cache, and no thread waits for another. Blocks are of equally many tokens, and as many for each
+ * thread. It needs memory whose rows are those of the same tokens in every call (replay.py). */
+enum { BLOCK = 96, MANY_BLOCKS = 3 };
 
 static int call_blocks(const Call *calls, int64_t count, int64_t size, int64_t tokens) {
-    int64_t blocks = tokens * 3 / 4 / BLOCK, rest = tokens - blocks * BLOCK;
-    int64_t tasks = blocks + (rest + LAST_BLOCK - 1) / LAST_BLOCK;
+    int64_t threads = omp_get_max_threads(), tasks = (tokens + BLOCK * threads - 1) / (BLOCK * threads) * threads;
     int pinned = quire_pinned(), status = DONE;
 #pragma omp parallel reduction(| : status)
     {
         quire_stay(pinned);
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t task = 0; task < tasks; task++) {
-            int64_t first = task < blocks ? task * BLOCK : blocks * BLOCK + (task - blocks) * LAST_BLOCK;
-            int64_t some = task < blocks ? BLOCK : LAST_BLOCK;
-            some = tokens - first < some ? tokens - first : some;
+            int64_t first = tokens * task / tasks, some = tokens * (task + 1) / tasks - first;
             for (int64_t i = 0; i < count && status == DONE; i++) status |= call_rows(calls + i, size, first, some);
         }
     }
