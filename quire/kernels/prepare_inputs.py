@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.dispatch import use_triton
+from quire.kernels.native import library
+from quire.kernels.native.inputs import prepare_inputs_native
 
 
 @dataclass(slots=True)
@@ -59,4 +61,6 @@ def prepare_inputs(
         from quire.kernels.triton import prepare_inputs as kernel
 
         return PreparedInputs(*kernel.prepare_inputs(rows, query_start, token_rows, *state))
+    if token_ids.device.type == "cpu" and library() is not None:
+        return PreparedInputs(*prepare_inputs_native(rows, query_start, token_rows, *state))
     return prepare_inputs_torch(rows, query_start, token_rows, *state)

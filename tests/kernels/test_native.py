@@ -10,6 +10,7 @@ from quire.kernels import native
 from quire.kernels.activation import ACTIVATIONS, activate, activate_mul, activate_mul_torch, activate_torch
 from quire.kernels.layer_norm import layer_norm_torch
 from quire.kernels.paged_attention import AttentionFeatures, paged_attention
+from quire.kernels.prepare_inputs import prepare_inputs, prepare_inputs_torch
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
 from quire.kernels.silu_mul import silu_mul_torch
@@ -215,3 +216,30 @@ def test_a_query_of_nan_stays_nan_and_alone(heads):
     table = torch.arange(1, 25).view(3, 8).int()
     out = native.attention(q, cache, rows, starts, torch.full((3,), 100).int(), table, AttentionFeatures(0.125))
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("counts", [[1] * 5, [3, 1, 40, 1, 7]])
+def test_prepare_inputs(counts):
+    rng = np.random.default_rng(0)
+    rows, starts = torch.tensor([4, 0, 7, 2, 5], dtype=torch.int32), torch.tensor([0, *np.cumsum(counts)]).int()
+    token_rows = None if max(counts) == 1 else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts))
+    token_ids = torch.from_numpy(rng.integers(0, 1000, (9, 96), dtype=np.int32))
+    tables = [torch.from_numpy(rng.integers(1, 99, (9, 96 // size), dtype=np.int32)) for size in (16, 32)]
+    computed = torch.from_numpy(rng.integers(0, 50, 9))
+    states = [computed.clone(), computed.clone()]
+    ours, theirs = (
+        prepare(rows, starts, token_rows, token_ids, state, tables, [16, 32])
+        for prepare, state in zip((prepare_inputs, prepare_inputs_torch), states, strict=True)
+    )
+    assert torch.equal(*states)
+    assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.positions, theirs.positions)
+    assert all(map(torch.equal, ours.slot_mapping, theirs.slot_mapping))
+    assert torch.equal(ours.seq_lens, theirs.seq_lens)
+
+
+def test_prepare_inputs_refuses_what_is_outside_of_a_row():
+    rows, starts, computed = torch.zeros(1).int(), torch.tensor([0, 1]).int(), torch.tensor([16])
+    state = (torch.zeros(1, 16).int(), computed, [torch.zeros(1, 1).int()], [16])
+    with pytest.raises(ValueError, match="sizes"):
+        prepare_inputs(rows, starts, None, *state)
+    assert computed.tolist() == [16]

@@ -167,3 +167,16 @@ def test_one_recording_serves_rows_of_any_length():
         lengths.copy_(torch.as_tensor(chosen))
         replay(len(q), len(q), 0)
         assert torch.equal(out, native.attention(q, cache, places, starts, lengths, table, layer_features))
+
+
+@pytest.mark.parametrize("length", [1, 70, 600, WHOLE + 1])
+def test_queries_of_one_kv_head_dealt_to_threads(set_threads, length):
+    """As on one thread, to the bit; with heads of 256 as Gemma has them."""
+    batch = paged_batch(decoding(length), 16, 4, 1, 256, torch.bfloat16)
+    layer_features = make_features("", 4, SCALE)
+    found = []
+    for threads in (1, 2, 3, 4):
+        set_threads(threads)
+        found.append(native.attention(*batch, layer_features))
+    check_close(found[0], paged_attention(*batch, layer_features))
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -42,6 +42,22 @@ static int64_t slots_needed(const Batch *b, int64_t i, int64_t window) {
     return own_parts(b, i, window) ? parts_of(b, i, window) : 0;
 }
 
+typedef struct {
+    const Task *tasks;
+    const int64_t *starts; /* of shares */
+    int64_t shares;
+} Shares;
+
+static int attend_shares(const void *argument, Worker *worker) {
+    const Shares *all = argument;
+    int64_t taken;
+    while ((taken = quire_take(worker, all->shares)) >= 0) {
+        int64_t s = all->shares - 1 - taken, last = all->starts[s + 1] - 1;
+        for (int64_t i = all->starts[s]; i <= last; i++) attend(all->tasks + i, i < last ? all->tasks + i + 1 : NULL);
+    }
+    return DONE;
+}
+
 /* A thread takes tasks of `keys_at_once` keys or more at a time, and knows which follows. starts: room for count + 1. */
 static void attend_all(const Task *tasks, int64_t count, int64_t keys_at_once, int64_t *starts) {
     int64_t shares = 0, keys = 0;
@@ -50,13 +66,7 @@ static void attend_all(const Task *tasks, int64_t count, int64_t keys_at_once, i
         keys += tasks[i].end - tasks[i].begin;
     }
     starts[shares] = count;
-    int pinned = quire_pinned();
-#pragma omp parallel for schedule(dynamic, 1) if (shares > 1)
-    for (int64_t s = shares - 1; s >= 0; s--) {
-        int64_t last = starts[s + 1] - 1;
-        quire_stay(pinned);
-        for (int64_t i = starts[s]; i <= last; i++) attend(tasks + i, i < last ? tasks + i + 1 : NULL);
-    }
+    quire_share(attend_shares, &(Shares){tasks, starts, shares}, shares > 1);
 }
 
 /* The shared keys, for rows [first, last), `at_once` of them to a task. Returns how many tasks were made. */
@@ -110,8 +120,12 @@ static int attend_rows(const Task *common, const Batch *b, int64_t first, int64_
     int64_t shares = 4 * omp_get_max_threads();
     int64_t rows_of_head = padded(1, group, common->type, common->d, common->tiles);
     int64_t together = units >= shares && kv_heads * rows_of_head <= MAX_M ? kv_heads : 1;
+    /* Few heads are dealt out by their queries, so that no thread is left without any. */
+    int64_t split = 1, alone = singles * kv_heads;
+    if (is_few(1, group, common->type, common->d, common->tiles))
+        while (split < group && (alone * split < omp_get_max_threads() || group % split)) split++;
     int64_t at_once = most > 1 ? most / 2 : 1; /* rows that share keys: tasks enough for all threads */
-    int64_t count = singles * (kv_heads / together) + others;
+    int64_t count = singles * (kv_heads * split / together) + others;
     int64_t before = b->shared ? (n + at_once - 1) / at_once * kv_heads * (part_of(b->shared - 1) + 1) : 0;
     if (!count) return DONE;
     int64_t room = (count > before ? count : before) + 1;
@@ -131,7 +145,8 @@ static int attend_rows(const Task *common, const Batch *b, int64_t first, int64_
             t.lowest = b->shared ? b->shared : first_key(t.position, window);
             t.begin = tile_of(t.lowest), t.end = b->seq_lens[i], t.num_heads = together;
             if (parts) t.partials = slots, t.num_parts = parts_of(b, i, window);
-            for (t.first_head = 0; t.first_head < kv_heads; t.first_head += together) {
+            t.split = split;
+            for (t.first_head = 0; t.first_head < kv_heads * split; t.first_head += together) {
                 if (parts) made += append_parts(tasks + made, &t, b->shared);
                 else tasks[made++] = t;
             }
@@ -149,7 +164,7 @@ static int attend_rows(const Task *common, const Batch *b, int64_t first, int64_
             }
     }
     /* Single queries are alike: shares can be larger. */
-    attend_all(tasks, made, others ? 0 : keys * (kv_heads / together) / shares, starts);
+    attend_all(tasks, made, others ? 0 : keys * (kv_heads * split / together) / shares, starts);
     free(tasks);
     return DONE;
 }
@@ -169,7 +184,7 @@ int quire_attention(const void *q, void *out, const void *cache, const int64_t *
     if (!quire_attention_fits(heads, kv_heads, d)) return BAD_SIZE;
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
-    Task common = {.q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d,
+    Task common = {.q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .split = 1, .d = d,
                    .block_size = block_size, .window = window, .scale = scale, .softcap = softcap, .slopes = slopes,
                    .sinks = sinks, .scales = scales, .page = page, .lengths = seq_lens, .type = type, .tiles = tiles};
     Batch batch = {rows, query_start, seq_lens, table, table_stride, tile_of(shared), slots};

@@ -18,6 +18,7 @@ typedef struct Task {
     void *out;
     const int32_t *pages; /* of the row */
     int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
+    int64_t split;      /* how many heads, as they are counted here, share a KV head's keys: its queries are dealt to them */
     int64_t begin, end; /* the keys it attends to, from the beginning of a tile */
     int64_t lowest;     /* the first key that any query sees: those before it in its tile may be nobody's */
     int many_rows;      /* whether its queries are those of as many rows, and its keys those that all rows share */
@@ -38,14 +39,14 @@ typedef struct Task {
 } Task;
 
 static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
-    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head;
+    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head / t->split;
     return (page * t->block_size + key % t->block_size) * t->d;
 }
 
 /* Of a cache in int8, where a key or value is (kind 1), and its scale. */
 static inline const int8_t *find_int8(const Task *t, int64_t head, int64_t key, int kind, float *scale) {
     int64_t block = t->pages[key / t->block_size];
-    int64_t place = (kind * t->kv_heads + head) * t->block_size + key % t->block_size;
+    int64_t place = (kind * t->kv_heads + head / t->split) * t->block_size + key % t->block_size;
     *scale = *(const float *)((const char *)t->scales + block * t->page + place * 4);
     return (const int8_t *)t->cache + block * t->page + place * t->d;
 }
@@ -223,7 +224,7 @@ static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, 
     const bf16 *row = (const bf16 *)t->cache + key_place(t, head, key, 0);
     for (int64_t j = begin; j < count; j++, row += t->d) {
         if (left-- == 0) {
-            row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head) * t->block_size * t->d;
+            row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head / t->split) * t->block_size * t->d;
             left = t->block_size - 1;
         }
         rows[j] = row;
@@ -441,6 +442,7 @@ static void attend_part(const Task *t, const Task *after, int64_t group, int64_t
     int few = is_few(t->num_queries, group, t->type, d, t->tiles);
     if (few && d == 64) attend_few(t, after, m, 64, acc, most, total);
     else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
+    else if (few && d == 256) attend_few(t, after, m, 256, acc, most, total);
     else if (few) attend_few(t, after, m, d, acc, most, total);
     else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total);
     else
@@ -469,7 +471,7 @@ static __attribute__((noinline)) void attend_parts(const Task *t, const Task *af
 static void attend(const Task *t, const Task *after) {
     float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
     float most[MAX_M], total[MAX_M];
-    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
+    int64_t d = t->d, group = t->heads / t->kv_heads / t->split, m = t->num_queries * group;
     int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
     int one = t->begin >= t->end || part_end(t->begin, t->end) == t->end;
     (one ? attend_part : attend_parts)(t, after, group, m, all, acc, most, total);

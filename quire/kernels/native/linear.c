@@ -84,6 +84,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
     int64_t pairs = k / 2;
     for (int64_t e = 0; e < pairs; e++) {
+        if (rows == 1) READ_ONCE(panel + e * PANEL * 2), READ_ONCE(panel + e * PANEL * 2 + 32);
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2);
         __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2 + 32);
         if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL, 0, 2);
@@ -244,17 +245,29 @@ int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 
 }
 #endif
 
+typedef struct {
+    const bf16 *x, *packed, *bias;
+    bf16 *out;
+    int64_t m, n, k;
+} Product;
+
+/* Of few rows a panel at a time, as long as there are any. */
+static int multiply_panels(const void *argument, Worker *worker) {
+    const Product *p = argument;
+    int64_t panels = (p->n + PANEL - 1) / PANEL, pieces = p->m <= ROWS ? panels : worker->threads, i;
+#ifndef HAVE_BF16_DOT
+    pieces = worker->threads; /* each widens all inputs */
+#endif
+    int status = DONE;
+    while ((i = quire_take(worker, pieces)) >= 0)
+        status |= quire_linear_part(p->x, p->packed, p->bias, p->out, p->m, p->n, p->k, panels * i / pieces,
+                                    panels * (i + 1) / pieces);
+    return status;
+}
+
 /* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
 int quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
     if (m < 0 || n < 1 || k < 1) return BAD_SIZE;
-    int64_t panels = (n + PANEL - 1) / PANEL;
-    int pinned = quire_pinned(), status = DONE;
-#pragma omp parallel if (n * k > WORTH_THREADS) reduction(| : status)
-    {
-        quire_stay(pinned);
-        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        status |= quire_linear_part(x, packed, bias, out, m, n, k, panels * thread / threads,
-                                    panels * (thread + 1) / threads);
-    }
-    return status;
+    Product product = {x, packed, bias, out, m, n, k};
+    return quire_share(multiply_panels, &product, n * k > WORTH_THREADS);
 }

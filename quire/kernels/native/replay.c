@@ -1,5 +1,6 @@
 /* A step's calls, noted with their arguments as Python would make them, made without it for as many tokens as there are. */
 
+#include <stddef.h>
 #include "replay.h"
 #include "vectors.h"
 #include "bf16.h"
@@ -17,6 +18,7 @@ int quire_int8_linear(const void *, const int8_t *, const int32_t *, const float
 int quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
                            int);
+Ahead quire_quantized_share(const int64_t *, int64_t, int64_t, const Worker *);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                     float, float, const float *, const float *, float *, int64_t, const float *, int64_t, int, int);
@@ -109,70 +111,107 @@ static int call_blocks(const Call *calls, int64_t count, int64_t size, int64_t t
     return status;
 }
 
-/* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. What counts rows of numbers is a
- * multiple of the tokens: of heads, where each has a norm. The first call that is not DONE is the last. */
-int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens, int64_t rows, int64_t shared) {
-#define OF_TOKENS(argument) ((argument).i / size * tokens)
-    int status = tokens < 0 || tokens > size || rows < 0 || rows > size ? BAD_SIZE : DONE;
-    int many = tokens >= MANY_BLOCKS * BLOCK * omp_get_max_threads();
-    for (const Call *c = calls; c < calls + count && status == DONE; c++) {
-        const Argument *a = c->a;
+/* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. */
+typedef struct {
+    const Call *calls;
+    int64_t count, size, tokens, rows, shared;
+} Step;
+
+/* What counts rows of numbers is a multiple of the tokens: of heads, where each has a norm. */
+static int make_call(const Step *step, const Call *c) {
+#define OF_TOKENS(argument) ((argument).i / step->size * step->tokens)
+    const Argument *a = c->a;
+    int64_t rows = step->rows, shared = step->shared;
+    switch (c->kind) {
+    default: return call_rows(c, step->size, 0, step->tokens);
+    case ADD_LOW_RANK:
+        return quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]),
+                                  a[8].i, a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
+    case ALL_REDUCE: return quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i);
+    case LINEAR_AMX:
+        return quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i);
+    case QUANTIZED_LINEAR:
+        return quire_quantized_linear(a[0].p, a[1].p, a[2].i, a[3].p, a[4].p, OF_TOKENS(a[5]), a[6].i, a[7].i,
+                                      a[8].i, a[9].i);
+    case ATTENTION: /* with a window (14) nothing is shared */
+        return quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
+                               rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[14].i ? 0 : shared, a[16].f,
+                               a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].p, a[23].i, a[24].i,
+                               a[25].i);
+#ifdef HAVE_BF16_VECTORS
+    case ENCODER_LINEAR:
+        return quire_encoder_linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
+                                    a[9].i, a[10].f, a[11].i, a[12].i);
+    case ENCODER_ATTENTION:
+        return quire_encoder_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p,
+                                       OF_TOKENS(a[8]), rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].i,
+                                       a[16].f, a[17].f, a[18].i);
+#endif
+    case LATENT_WRITE:
+        return quire_latent_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
+                                  a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].f, a[15].i);
+    case LATENT_ATTENTION:
+        return quire_latent_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p,
+                                      a[9].p, a[10].p, a[11].p, OF_TOKENS(a[12]), a[13].i, a[14].i, rows, a[16].i,
+                                      a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].i, a[23].f, a[24].i);
+    case ROUTE:
+        return quire_route(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i, a[9].i,
+                           a[10].f, a[11].f, a[12].i, a[13].i, a[14].i, a[15].i, a[16].i);
+    case MOE:
+        return quire_moe(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,
+                         a[11].p, OF_TOKENS(a[12]), a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i);
+    }
+}
+
+static Ahead read_weight(const void *argument, const Worker *worker) {
+    const Call *c = argument;
+    if (c->kind == QUANTIZED_LINEAR) return quire_quantized_share(c->a[1].p, c->a[2].i, c->a[7].i, worker);
+    int64_t panels = (c->a[5].i + PANEL - 1) / PANEL, bytes = (c->a[6].i + 1) / 2 * PANEL * 4;
+    int64_t first = panels * worker->thread / worker->threads, last = panels * (worker->thread + 1) / worker->threads;
+    return (Ahead){(const char *)c->a[1].p + first * bytes, (last - first) * bytes};
+}
+
+/* The first call that is not DONE is the last. */
+static int make_calls(const void *argument, Worker *leader) {
+    const Step *step = argument;
+    const Call *end = step->calls + step->count, *next = step->calls;
+    int status = DONE, many = step->tokens >= MANY_BLOCKS * BLOCK * omp_get_max_threads();
+    for (const Call *c = step->calls; c < end && status == DONE; c++) {
         int64_t run = 0; /* calls of rows that follow each other */
-        while (many && c + run < calls + count && is_of_rows(c + run)) run++;
+        while (many && c + run < end && is_of_rows(c + run)) run++;
         if (run > 1) {
-            status = call_blocks(c, run, size, tokens);
+            status = call_blocks(c, run, step->size, step->tokens);
             c += run - 1;
             continue;
         }
-        switch (c->kind) {
-        default: status = call_rows(c, size, 0, tokens); break;
-        case ADD_LOW_RANK:
-            status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]),
-                                        a[8].i, a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
-            break;
-        case ALL_REDUCE: status = quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i); break;
-        case LINEAR_AMX:
-            status = quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i);
-            break;
-        case QUANTIZED_LINEAR:
-            status = quire_quantized_linear(a[0].p, a[1].p, a[2].i, a[3].p, a[4].p, OF_TOKENS(a[5]), a[6].i, a[7].i,
-                                            a[8].i, a[9].i);
-            break;
-        case ATTENTION: /* with a window (14) nothing is shared */
-            status = quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
-                                     rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[14].i ? 0 : shared, a[16].f,
-                                     a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].p, a[23].i, a[24].i,
-                                     a[25].i);
-            break;
-#ifdef HAVE_BF16_VECTORS
-        case ENCODER_LINEAR:
-            status = quire_encoder_linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
-                                          a[9].i, a[10].f, a[11].i, a[12].i);
-            break;
-        case ENCODER_ATTENTION:
-            status = quire_encoder_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p,
-                                             OF_TOKENS(a[8]), rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].i,
-                                             a[16].f, a[17].f, a[18].i);
-            break;
-#endif
-        case LATENT_WRITE:
-            status = quire_latent_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
-                                        a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].f, a[15].i);
-            break;
-        case LATENT_ATTENTION:
-            status = quire_latent_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p,
-                                            a[9].p, a[10].p, a[11].p, OF_TOKENS(a[12]), a[13].i, a[14].i, rows, a[16].i,
-                                            a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].i, a[23].f, a[24].i);
-            break;
-        case ROUTE:
-            status = quire_route(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i, a[9].i,
-                                 a[10].f, a[11].f, a[12].i, a[13].i, a[14].i, a[15].i, a[16].i);
-            break;
-        case MOE:
-            status = quire_moe(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,
-                               a[11].p, OF_TOKENS(a[12]), a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i);
-            break;
-        }
+        while (next < end && (next <= c || (next->kind != LINEAR && next->kind != QUANTIZED_LINEAR))) next++;
+        if (leader) quire_read_ahead(leader, next < end ? read_weight : NULL, next);
+        status = make_call(step, c);
     }
     return status;
+}
+
+/* Whether all that several threads should do of a step is what quire_share gives them. Of few tokens that is so for the
+ * kinds here: what is not shared is small beside the products. */
+static int can_be_led(const Step *step) {
+    enum { FEW_TOKENS = 4 };
+    int led = step->tokens <= FEW_TOKENS;
+    for (const Call *c = step->calls; led && c < step->calls + step->count; c++) switch (c->kind) {
+        case RMS_NORM:
+        case LAYER_NORM:
+        case ADD:
+        case ACTIVATE:
+        case ROPE_AND_WRITE:
+        case LINEAR:
+        case QUANTIZED_LINEAR:
+        case ATTENTION: break;
+        default: led = 0;
+        }
+    return led;
+}
+
+int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens, int64_t rows, int64_t shared) {
+    if (tokens < 0 || tokens > size || rows < 0 || rows > size) return BAD_SIZE;
+    Step step = {calls, count, size, tokens, rows, shared};
+    return can_be_led(&step) ? quire_lead(make_calls, &step) : make_calls(&step, NULL);
 }
