@@ -16,7 +16,7 @@ from quire.models.draft_head import DraftHead
 from quire.models.options import ModelOptions
 from quire.spec_decode.draft_runner import DraftGraphs, DraftRunner
 from quire.spec_decode.proposer import DraftStep, Proposer
-from quire.worker.recorded import MAX_TOKENS, OTHER_SIZE, RecordedSteps
+from quire.worker.recorded import MIN_SIZE, OTHER_SIZE, RecordedSteps
 from quire.worker.rows import RowState
 
 CARRIED = 0  # its place among the streams of a recorded pass
@@ -29,7 +29,7 @@ class ReplayableHead:
     def __init__(self, head: DraftHead, dtype: torch.dtype) -> None:
         self.head = head
         self.embed_tokens = head.embed
-        sizes = (MAX_TOKENS, OTHER_SIZE)  # which are recorded
+        sizes = (MIN_SIZE, OTHER_SIZE)  # which are recorded
         self.hidden = {size: torch.zeros(size, head.config.hidden_size, dtype=dtype) for size in sizes}
 
     def __call__(
@@ -129,8 +129,8 @@ class HeadProposer(Proposer):
     def _forward(self, batch: StepBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The next tokens of rows through the head."""
         inputs = self.runner.prepare(batch)
-        if self.recorded is not None and len(hidden) <= MAX_TOKENS:
-            self._replayable.hidden[MAX_TOKENS][: len(hidden)].copy_(hidden)
+        if self.recorded is not None and len(hidden) <= MIN_SIZE:
+            self._replayable.hidden[MIN_SIZE][: len(hidden)].copy_(hidden)
             streams: dict[int, torch.Tensor | None] = {}
             out = self.recorded.run(batch.rows, batch.query_start, inputs, 0, streams)
             carried = streams.get(CARRIED)

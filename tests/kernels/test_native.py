@@ -218,12 +218,13 @@ def test_a_query_of_nan_stays_nan_and_alone(heads):
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("shift", [0, 1], ids=["as they are", "shifted, as draft heads read them"])
 @pytest.mark.parametrize("counts", [[1] * 5, [3, 1, 40, 1, 7]])
-def test_prepare_inputs(counts):
+def test_prepare_inputs(counts, shift):
     rng = np.random.default_rng(0)
     rows, starts = torch.tensor([4, 0, 7, 2, 5], dtype=torch.int32), torch.tensor([0, *np.cumsum(counts)]).int()
     token_rows = None if max(counts) == 1 else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts))
-    token_ids = torch.from_numpy(rng.integers(0, 1000, (9, 96), dtype=np.int32))
+    token_ids = torch.from_numpy(rng.integers(0, 1000, (9, 96 + shift), dtype=np.int32))[:, shift:]
     tables = [torch.from_numpy(rng.integers(1, 99, (9, 96 // size), dtype=np.int32)) for size in (16, 32)]
     computed = torch.from_numpy(rng.integers(0, 50, 9))
     states = [computed.clone(), computed.clone()]
@@ -237,9 +238,19 @@ def test_prepare_inputs(counts):
     assert torch.equal(ours.seq_lens, theirs.seq_lens)
 
 
-def test_prepare_inputs_refuses_what_is_outside_of_a_row():
-    rows, starts, computed = torch.zeros(1).int(), torch.tensor([0, 1]).int(), torch.tensor([16])
+def test_padding_is_no_row():
+    rows, starts, computed = torch.tensor([1, -1, -1]).int(), torch.arange(4).int(), torch.tensor([3, 5])
+    table = torch.tensor([[7], [8]]).int()
+    found = prepare_inputs(rows, starts, None, torch.arange(32).view(2, 16).int(), computed, [table], [16])
+    assert found.input_ids.tolist() == [21, 0, 0] and found.positions.tolist() == [5, 0, 0]
+    assert found.slot_mapping[0].tolist() == [8 * 16 + 5, 0, 0]
+    assert found.seq_lens.tolist() == [6, 0, 0] and computed.tolist() == [3, 6]
+
+
+@pytest.mark.parametrize("position", [16, -1])
+def test_prepare_inputs_refuses_what_is_outside_of_a_row(position):
+    rows, starts, computed = torch.zeros(1).int(), torch.tensor([0, 1]).int(), torch.tensor([position])
     state = (torch.zeros(1, 16).int(), computed, [torch.zeros(1, 1).int()], [16])
     with pytest.raises(ValueError, match="sizes"):
         prepare_inputs(rows, starts, None, *state)
-    assert computed.tolist() == [16]
+    assert computed.tolist() == [position]

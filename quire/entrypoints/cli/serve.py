@@ -56,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
             "with workers only (--node-rank)"
         )
     from quire.core.engine_start import EngineStart
+    from quire.entrypoints.http.middleware import import_middleware
 
+    for path in config.middleware:
+        import_middleware(path)  # first: what the user's code changes in the environment the engine sees too
     start = EngineStart(engine_config)  # it takes longest
     try:
         return _check_and_serve(config, engine_config, api_keys, start)
@@ -70,15 +73,12 @@ def _check_and_serve(
     """The exit code."""
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.http.dialect import dialects
-    from quire.entrypoints.http.middleware import import_middleware
     from quire.entrypoints.http.server import bind
 
     if config.otlp_traces_endpoint is not None:
         from quire.entrypoints.tracing import check_tracing
 
         check_tracing()
-    for path in config.middleware:
-        import_middleware(path)
     for dialect in dialects():
         if dialect.check is not None:
             dialect.check(config)

@@ -95,7 +95,7 @@ _SIGNATURES = {
     "quire_pack_float32": "pp ll",
     "quire_encoder_linear": "ppppppp lll f ii",
     "quire_encoder_attention": "pppppppp llllllll ff i",
-    "quire_prepare_inputs": "ppppppppp lllll",
+    "quire_prepare_inputs": "ppppppppp llllll",
     "quire_replay": "p lllll",
     "quire_replay_texts": "p llll pp l pp l",
 }

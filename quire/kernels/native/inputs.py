@@ -18,7 +18,7 @@ def prepare_inputs_native(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """Token ids, positions, slots by group, and lengths of rows."""
     tokens, (num_rows, length) = len(rows if token_rows is None else token_rows), token_ids.shape
-    assert token_ids.is_contiguous() and num_computed.is_contiguous() and len(query_start) == len(rows) + 1
+    assert token_ids.stride(1) == 1 and num_computed.is_contiguous() and len(query_start) == len(rows) + 1
     rows, query_start = rows.to(torch.int32).contiguous(), query_start.to(torch.int32).contiguous()
     assert token_ids.dtype is torch.int32 and num_computed.dtype is torch.int64
     numbers: list[int] = []
@@ -31,6 +31,6 @@ def prepare_inputs_native(
     native_function("quire_prepare_inputs")(
         rows.data_ptr(), query_start.data_ptr(), token_ids.data_ptr(), num_computed.data_ptr(), tables,
         ids.data_ptr(), positions.data_ptr(), slots[0].data_ptr() if slots else None, seq_lens.data_ptr(),
-        len(block_tables), len(rows), tokens, num_rows, length,
+        len(block_tables), len(rows), tokens, num_rows, length, token_ids.stride(0),
     )  # fmt: skip
     return ids, positions, slots, seq_lens

@@ -66,6 +66,7 @@ def int8_linear_reference(
 def int8_linear(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """x [M, K] float32 or bf16 -> [M, outputs] in the type of x."""
     x = x.contiguous()
+    assert x.dim() == 2 and x.shape[1] == weight.inputs
     out = torch.empty(len(x), weight.outputs, dtype=x.dtype)
     native_function("quire_int8_linear")(
         x.data_ptr(), weight.packed.data_ptr(), weight.start.data_ptr(), weight.scale.data_ptr(),

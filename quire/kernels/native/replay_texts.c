@@ -118,7 +118,8 @@ int quire_replay_texts(const Call *calls, int64_t count, int64_t size, int64_t t
     int32_t *ends = malloc((rows + 1) * sizeof *ends);
     if (!ends) return NO_MEMORY;
     int64_t groups = 0, most = MOST_BYTES / bytes < LEAST ? LEAST : MOST_BYTES / bytes;
-    if (threads > 1 && rows && starts[rows] == tokens) groups = divide(starts, rows, threads, most, size / threads, ends);
+    int64_t room = size / threads - 1; /* one less, since a thread's part begins at a multiple of 64 bytes */
+    if (threads > 1 && rows && starts[rows] == tokens) groups = divide(starts, rows, threads, most, room, ends);
     int status = DONE, pinned = quire_pinned();
     if (!groups) {
         status = quire_replay(calls, count, size, tokens, rows, 0);

@@ -50,6 +50,7 @@ typedef struct {
 typedef struct Crew {
     Line taken[MOST_WORKERS]; /* pieces of each thread's share */
     Line given, done;         /* works so far; threads that have done theirs, of all works */
+    Line status;              /* theirs, or-ed */
     Work work;                /* NULL: no more */
     const void *argument;
     Reads reads; /* what comes after this work; or NULL */
@@ -103,14 +104,13 @@ static int take_part(const Crew *crew, Worker *worker) {
 }
 
 /* What the leader gives, until that is nothing. */
-static int follow(Crew *crew, Worker *worker) {
-    int status = 0;
+static void follow(Crew *crew, Worker *worker) {
     Ahead ahead = {0};
     for (int64_t works = 1;; works++) {
         await(&crew->given, works, ahead);
-        if (!crew->work) return status;
+        if (!crew->work) return;
         ahead = ahead_of(crew, worker, AHEAD_BYTES);
-        status |= take_part(crew, worker);
+        __atomic_or_fetch(&crew->status.value, take_part(crew, worker), __ATOMIC_RELAXED);
         __atomic_add_fetch(&crew->done.value, 1, __ATOMIC_RELEASE);
     }
 }
@@ -128,13 +128,13 @@ static int share_with_followers(Work work, const void *argument) {
     await(&crew->done, crew->given.value * (leader->threads - 1), (Ahead){0});
     Ahead ahead = ahead_of(crew, leader, LEADER_AHEAD_BYTES);
     fetch(ahead.begin, ahead.begin + ahead.bytes);
-    return status;
+    return status | (int)crew->status.value;
 }
 
 int quire_share(Work work, const void *argument, int worth) {
     if (leader && worth) return share_with_followers(work, argument);
     Crew crew;
-    if (!worth) {
+    if (!worth || omp_in_parallel()) {
         crew.taken[0].value = 0;
         return work(argument, &(Worker){&crew, 0, 1, 0});
     }
@@ -159,7 +159,7 @@ int quire_lead(Work lead, const void *argument) {
     {
         quire_stay(all);
         Worker worker = {&crew, omp_get_thread_num(), omp_get_num_threads(), 0};
-        if (worker.thread) status |= follow(&crew, &worker);
+        if (worker.thread) follow(&crew, &worker);
         else {
             leader = &worker;
             status |= lead(argument, &worker);

@@ -25,8 +25,8 @@ typedef struct {
 /* What each of the threads does of it; returns a status. */
 typedef int (*Work)(const void *argument, Worker *worker);
 
-/* `work` by all threads, or by this one if it is not worth more; the statuses, or-ed. Inside quire_lead's `lead` the other
- * threads are waiting for it already, else they are gathered in a parallel region. */
+/* `work` by all threads, or by this one if it is not worth more or is one of several already; the statuses, or-ed. Inside
+ * quire_lead's `lead` the other threads are waiting for it already, else they are gathered in a parallel region. */
 int quire_share(Work work, const void *argument, int worth);
 
 /* The next of `pieces` pieces of a work, which every worker asks for in turn; -1: there is none left. A thread's own share is
