@@ -55,6 +55,7 @@ logger = logging.getLogger("quire")
 
 MESSAGE_SECONDS = 0.02  # for messages between two steps, if the last step was no longer than that
 STATS_SECONDS = 0.25  # the oldest that stats may get in a front end without running requests
+HELLO_SECONDS = 5.0  # to wait for a front end that is to learn of a failure
 
 Incoming = tuple[bytes, Any]  # sender, message
 
@@ -213,10 +214,13 @@ class EngineProcess:
             self._out.put((self._addresses[sender], Result(number, message.cause)))
 
     def _handle_hellos(self) -> None:
-        """Register front ends that connected while the engine was loading, so that they learn why it failed."""
+        """Register front ends that connected while the engine was loading, so that they learn why it failed, and those
+        that are about to: it may fail sooner than sockets try again to connect."""
+        wait = HELLO_SECONDS
         with contextlib.suppress(queue.Empty):
             while True:
-                sender, message = self._in.get_nowait()
+                sender, message = self._in.get(timeout=wait if self._ready is None else 0)
+                wait = 0.3
                 if isinstance(message, Hello):
                     self._handle(sender, message)
 
