@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,6 +97,21 @@ class StepBatch:
             prefix_len=prefix_len,
         )
         return ForwardContext(step, backends.build(step, tables, sizes, self.query_blocks), inputs.slot_mapping)
+
+    def context_of_last(
+        self,
+        inputs: PreparedInputs,
+        group: int,  # of the layer's cache
+        backends: GroupBackends,
+        tables: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+    ) -> ForwardContext:
+        """For one layer and each row's last token alone. It has no slots: their keys and values are written already."""
+        starts = torch.arange(len(self.rows) + 1, dtype=torch.int32, device=self.rows.device)
+        step = StepInputs(self.rows, len(self.rows), starts, inputs.seq_lens, decode_only=True)
+        metadata: list[Any] = [None] * len(tables)
+        metadata[group] = backends.by_group[group].build(step, tables[group], sizes[group])
+        return ForwardContext(step, metadata, [])
 
 
 def first_tokens(num_tokens: np.ndarray) -> np.ndarray:

@@ -93,11 +93,20 @@ class Attention(CacheLayer):
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
         """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; norm, then rotary embedding, of queries and keys."""
+        return self.attend(self.write(qkv, ctx, angles, qk_norm), ctx)
+
+    def write(
+        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None, qk_norm: QKNormParams | None
+    ) -> torch.Tensor:
+        """Keys and values to the cache; the queries [N, heads, D]."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata, self.kv_scales)
-        out = self.backend.attend(q, self.kv_cache, metadata, self.features)
+        return self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata, self.kv_scales)
+
+    def attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """q as `write` gives it, of all tokens of a step, or of those that `ctx` is for -> [N, heads * D]."""
+        out = self.backend.attend(q, self.kv_cache, ctx.metadata[self.group], self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)

@@ -98,13 +98,22 @@ class LatentAttention(CacheLayer):
         self, q: torch.Tensor, kv: torch.Tensor, norm: RMSNormParams, angles: Angles, ctx: ForwardContext
     ) -> torch.Tensor:
         """q [N, heads * (nope + rope)], kv [N, rank + rope] as projected -> [N, heads * v]."""
+        return self.attend(self.write(q, kv, norm, angles, ctx), ctx)
+
+    def write(
+        self, q: torch.Tensor, kv: torch.Tensor, norm: RMSNormParams, angles: Angles, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """Latents to the cache; the queries by head."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
-        assert self.weights is not None
-        slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = self._heads(q)
+        slots, metadata, q = ctx.slot_mapping[self.group], ctx.metadata[self.group], self._heads(q)
         self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features)
-        out = self.backend.attend(q, self.weights, self.kv_cache, metadata, self.features)
+        return q
+
+    def attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """q as `write` gives it, of all tokens of a step, or of those that `ctx` is for -> [N, heads * v]."""
+        assert self.weights is not None
+        out = self.backend.attend(q, self.weights, self.kv_cache, ctx.metadata[self.group], self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)

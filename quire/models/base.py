@@ -63,6 +63,34 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
+class WritesLastApart(Protocol):
+    """A model whose last layer can be computed for some tokens of a step alone: those whose output someone reads."""
+
+    def writes_last_apart(self) -> bool:
+        """Whether it can as it is now: not while forward hooks would miss calls or tokens. Asked before such steps."""
+        ...
+
+    def last_group(self) -> int:
+        """The KV-cache group of the last layer."""
+        ...
+
+    def forward_to_last(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a call, up to the last layer's queries and residual stream; its keys and values are in the cache."""
+        ...
+
+    def forward_last(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Hidden states of the tokens whose queries and stream these are, one a row of `ctx`, which has metadata of the
+        last layer's group alone, and no slots."""
+        ...
+
+
+@runtime_checkable
 class SupportsLoRA(Protocol):
     """A model whose layers take adapters (lora/adapters.py)."""
 

@@ -15,6 +15,7 @@ from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.models.bypass import any_global_hook, has_hooks, has_own_hooks, is_plain
 from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
@@ -158,18 +159,11 @@ class DecoderModel(nn.Module):
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids; the stream of the stage before
     ) -> torch.Tensor:  # [N, hidden]: what the head multiplies, or the stream for the next stage
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.embed_positions is not None:
-            x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)
-        angles = [rotary(positions) for rotary in self.rotaries]
+        x, angles = self._first_stream(input_ids, positions, inputs_embeds)
         if len(x) <= self.max_fused_rows and not ctx.adapters:
             return self._forward_fused(x, angles, ctx)
-        residual: torch.Tensor | None = None
+        x, residual = self._through(list(self._layers()), x, angles, ctx)
         streams = ctx.streams
-        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary_of_layer, strict=True)):
-            if streams is not None and i in streams and residual is not None:
-                streams[i] = add(x, residual)
-            x, residual = layer(x, residual, None if rotary is None else angles[rotary], ctx)
         if not self.stage.is_last:
             return x if residual is None else add(x, residual)
         if residual is None:
@@ -177,6 +171,58 @@ class DecoderModel(nn.Module):
         if streams is not None:
             _set_last(streams, lambda: add(x, residual))
         return self.norm.add(x, residual)[0]
+
+    def forward_to_last(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, angles = self._first_stream(input_ids, positions, inputs_embeds)
+        *before, last = self._layers()
+        x, residual = self._through(before, x, angles, ctx)
+        rotary = self.rotary_of_layer[-1]
+        return last.write(x, residual, None if rotary is None else angles[rotary], ctx)
+
+    def forward_last(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        *_, last = self.layers
+        assert isinstance(last, DecoderLayer)
+        if len(stream) <= self.max_fused_rows:
+            return self.norm(last.attend_fused(q, stream, ctx))
+        return self.norm.add(*last.attend(q, stream, ctx))[0]
+
+    def writes_last_apart(self) -> bool:
+        if not (self.stage.is_last and is_plain(self, DecoderModel)):
+            return False
+        *_, last = self.layers
+        can_write = isinstance(last, DecoderLayer) and last.writes_apart
+        return can_write and not (any_global_hook() or has_own_hooks(self) or has_hooks(last))
+
+    def last_group(self) -> int:
+        *_, last = self.layers
+        assert isinstance(last, DecoderLayer) and isinstance(last.self_attn.attn, CacheLayer)
+        return last.self_attn.attn.group
+
+    def _first_stream(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Angles]]:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embed_positions is not None:
+            x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)
+        return x, [rotary(positions) for rotary in self.rotaries]
+
+    def _through(
+        self, layers: Sequence[DecoderLayer], x: torch.Tensor, angles: list[Angles], ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first layers: their output, not yet added to the residual stream."""
+        residual: torch.Tensor | None = None
+        streams = ctx.streams
+        for i, (layer, rotary) in enumerate(zip(layers, self.rotary_of_layer, strict=False)):
+            if streams is not None and i in streams and residual is not None:
+                streams[i] = add(x, residual)
+            x, residual = layer(x, residual, None if rotary is None else angles[rotary], ctx)
+        return x, residual
 
     def _forward_fused(self, stream: torch.Tensor, angles: list[Angles], ctx: ForwardContext) -> torch.Tensor:
         streams = ctx.streams
@@ -226,8 +272,9 @@ class DecoderModel(nn.Module):
         layers, rotaries = self.layers, self.rotary_of_layer
         kinds = {(layer.kind, rotaries[i]): i for i, layer in enumerate(self._layers())}
         every = list(layers)
-        self.layers = LayerList(kinds.values(), (every[i] for i in kinds.values()))
-        self.rotary_of_layer = [rotaries[i] for i in kinds.values()]
+        kept = sorted(kinds.values())  # the last layer is the last one's
+        self.layers = LayerList(kept, (every[i] for i in kept))
+        self.rotary_of_layer = [rotaries[i] for i in kept]
         try:
             yield
         finally:

@@ -24,6 +24,7 @@ from quire.layers.linear import (
 )
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
+from quire.models.bypass import is_plain
 from quire.models.decoder_config import DecoderConfig
 from quire.models.latent_attention import attention_block
 from quire.models.options import ModelOptions
@@ -119,12 +120,29 @@ class SelfAttention(nn.Module):
 
     def attended(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
         """What the output projection takes."""
+        return self.attn(self._qkv(x), ctx, angles, self.qk_norm_params())
+
+    def write(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        """Keys and values to the cache; the queries, for `attend`."""
+        assert isinstance(self.attn, Attention)
+        return self.attn.write(self._qkv(x), ctx, angles, self.qk_norm_params())
+
+    def attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        assert isinstance(self.attn, Attention)
+        return self.o_proj(self.attn.attend(q, ctx))
+
+    def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """stream + attention, if it `fuses`."""
+        assert isinstance(self.attn, Attention)
+        return self.o_proj.fused(self.attn.attend(q, ctx), residual=stream)
+
+    def _qkv(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(x)
         if self.qk_norm in ("width", "layer"):
             qkv = self._norm_qk(qkv)
         if self.qkv_clip is not None:
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
-        return self.attn(qkv, ctx, angles, self.qk_norm_params())
+        return qkv
 
     def forward_fused(
         self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
@@ -137,6 +155,11 @@ class SelfAttention(nn.Module):
     def fuses(self) -> bool:
         """Known once weights are loaded."""
         return can_fuse(self.qkv_proj, self.o_proj)
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether `write` and `attend` do what a call does."""
+        return is_plain(self, SelfAttention, "attended") and is_plain(self.attn, Attention)
 
     def qk_norm_params(self) -> QKNormParams | None:
         """Those that the rotary kernel applies."""
@@ -231,9 +254,31 @@ class DecoderLayer(nn.Module):
         if self.parallel:
             return self._forward_parallel(x, residual, angles, ctx)
         x, residual = _block_input(self.attention_norm, x, residual)
-        x = self._block_output(self.self_attn(x, angles, ctx), self.attention_out_norm)
-        x, residual = _block_input(self.mlp_norm, x, residual)
+        return self._after_attention(self.self_attn(x, angles, ctx), residual)
+
+    def _after_attention(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = _block_input(self.mlp_norm, self._block_output(x, self.attention_out_norm), residual)
         return self._block_output(self.mlp(x), self.mlp_out_norm), residual
+
+    def write(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer up to what is in the cache: queries and stream, which `attend` takes of all or some tokens."""
+        x, residual = _block_input(self.attention_norm, x, residual)
+        return self.self_attn.write(x, angles, ctx), residual
+
+    def attend(self, q: torch.Tensor, residual: torch.Tensor, ctx: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._after_attention(self.self_attn.attend(q, ctx), residual)
+
+    def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """The same in fewer kernel launches, for few rows on a GPU."""
+        assert isinstance(self.mlp_norm, RMSNorm)
+        return self.mlp.forward_fused(self.self_attn.attend_fused(q, stream, ctx), self.mlp_norm.params)
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether `write` and `attend` do what a call does."""
+        return is_plain(self, DecoderLayer) and not self.parallel and getattr(self.self_attn, "writes_apart", False)
 
     def _forward_parallel(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext

@@ -14,6 +14,7 @@ from quire.layers.linear import ColumnParallelLinear, QueryAndLatentLinear, RowP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope_scaling import MAX_NUMBER, yarn_magnitude
 from quire.layers.rotary import MAX_POSITIONS, RopeParameters
+from quire.models.bypass import is_plain
 from quire.models.config_checks import MAX_HEAD_DIM, MAX_HEADS
 from quire.models.decoder_config import DecoderConfig, require
 from quire.models.loading.weight_map import Rule, WeightMap
@@ -89,25 +90,38 @@ class LatentSelfAttention(nn.Module):
         self.dtype, self.device = options.dtype, options.device
 
     def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
-        return self.o_proj(self._attend(self.in_proj(x), angles, ctx))
+        return self.attend(self.write(x, angles, ctx), ctx)
+
+    def write(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        return self._write(self.in_proj(x), angles, ctx)
+
+    def attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return self.o_proj(self.attn.attend(q, ctx))
 
     def forward_fused(
         self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
     ) -> torch.Tensor:
-        heads = self._attend(self.in_proj.fused(stream, norm=norm), angles, ctx)
-        return self.o_proj.fused(heads, residual=stream)
+        return self.attend_fused(self._write(self.in_proj.fused(stream, norm=norm), angles, ctx), stream, ctx)
 
-    def _attend(self, inputs: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+    def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return self.o_proj.fused(self.attn.attend(q, ctx), residual=stream)
+
+    def _write(self, inputs: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
         assert angles is not None
         width = self.in_proj.out_partition_sizes[0]
         q, kv = inputs[:, :width], inputs[:, width:]
         if self.q_norm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_norm(q))
-        return self.attn(q, kv, self.kv_norm.params, angles, ctx)
+        return self.attn.write(q, kv, self.kv_norm.params, angles, ctx)
 
     @property
     def fuses(self) -> bool:
         return can_fuse(self.in_proj, self.o_proj)
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether `write` and `attend` do what a call does."""
+        return is_plain(self, LatentSelfAttention) and is_plain(self.attn, LatentAttention)
 
     def process_after_loading(self) -> None:
         """Once kv_b_proj is ready: its product with the identity is its weight, however that is stored."""

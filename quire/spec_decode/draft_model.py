@@ -155,9 +155,9 @@ class DraftModelProposer(Proposer):
         """Hidden states of all tokens."""
         inputs = self.runner.prepare(batch)
         if self.recorded is not None:
-            hidden = self.recorded.run(batch.rows, batch.query_start, inputs, 0)
-            if hidden is not None:
-                return hidden
+            results = self.recorded.run(batch.rows, batch.query_start, inputs, 0)
+            if results is not None:
+                return results[0]
         return self.model(inputs.input_ids, inputs.positions, self.runner.context(batch, inputs))
 
     def launch_kernels(self, row_counts: Sequence[int], max_tokens: int) -> None:

@@ -135,7 +135,7 @@ class HeadProposer(Proposer):
             out = self.recorded.run(batch.rows, batch.query_start, inputs, 0, streams)
             carried = streams.get(CARRIED)
             if out is not None and carried is not None:
-                return out, carried
+                return out[0], carried
         ctx = self.runner.context(batch, inputs)
         found: tuple[torch.Tensor, torch.Tensor] = self.head(
             self.head.embed(inputs.input_ids), hidden, inputs.positions, ctx

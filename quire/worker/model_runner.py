@@ -14,7 +14,7 @@ from quire.attention.step_batch import StepBatch, first_tokens
 from quire.distributed.group import ALONE, Group
 from quire.features.store import FeatureStore
 from quire.kernels.dispatch import supports_triton
-from quire.kernels.prepare_inputs import prepare_inputs
+from quire.kernels.prepare_inputs import PreparedInputs, prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
 from quire.kernels.workspace import reset_shared_workspaces
@@ -23,7 +23,7 @@ from quire.lora.state import LoRAState
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
-from quire.models.base import LanguageModel
+from quire.models.base import LanguageModel, WritesLastApart
 from quire.pooling.heads import Heads
 from quire.pooling.pooler import Pooled, Pooler, by_place
 from quire.sample.processors import LogitsProcessor, SampleBatch
@@ -42,6 +42,8 @@ from quire.worker.verification import drafts_of, logit_positions, sample_and_ver
 # From this length and number of rows on, a prefix that all rows share is attended to once for all of them.
 MIN_SHARED_PREFIX = 512
 MIN_SHARING_ROWS = 9
+# Tokens that a step has to have beside two a row for its last layer to be computed for the rows' last tokens alone.
+MIN_TOKENS_APART = 64
 # Larger steps use the same kernels as the largest of these.
 COMPILED_ROWS = [rows for rows in DECODE_ROWS if rows <= 96]
 
@@ -145,6 +147,8 @@ class ModelRunner:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             wanted = () if self.hidden is None else self.hidden.layers
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
+        # The model, if its last layer may be computed for some tokens alone.
+        self._apart = self.model if isinstance(self.model, WritesLastApart) and self.hidden is None else None
         if self.proposer is not None:
             self.proposer.parameters = self.sampler.parameters.device
             self.proposer.initialize(self.rows, self.backends, self._last_position)
@@ -336,7 +340,8 @@ class ModelRunner:
         prefix_len = self._shared_prefix(plan) if decode_only else 0
         adapters = self.lora is not None and self.lora.needed(plan.rows)
         capturable = self._layer_hooks is None and plan.features is None
-        if self.graphs is not None and capturable and not self._needs_hidden(plan):
+        needs_hidden = self._needs_hidden(plan)
+        if self.graphs is not None and capturable and not needs_hidden:
             replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len, adapters=adapters)
@@ -354,9 +359,12 @@ class ModelRunner:
         pending.rows = batch.rows
         if plan.features is not None:
             self.features.encode(plan.features)
+        verifies = plan.num_drafts is not None and bool(plan.num_drafts.any())
+        apart = self._computes_last_apart(len(plan.rows), plan.total_tokens, adapters or verifies or needs_hidden)
         hidden = self._compute_hidden(
             batch,
             prefix if prefix_len else None,
+            last if apart else None,
             adapters=adapters,
             overlay=None
             if plan.features is None
@@ -365,7 +373,7 @@ class ModelRunner:
         if self.stages.send(hidden):
             return
         if not self.pooler.pools_all(plan):
-            pending.logits = self._compute_logits(hidden, slice(None) if decode_only else last)
+            pending.logits = self._compute_logits(hidden, slice(None) if decode_only or apart else last)
         pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
         if pooled := self.pooler.pool(plan, hidden):
             pending.pooled = _to_host(pooled)
@@ -429,13 +437,22 @@ class ModelRunner:
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
         batch = StepBatch(rows, buffers.query_start, token_rows, blocks)
-        hidden = self._compute_hidden(batch, None, adapters=key.adapters)
-        return self._compute_logits(hidden, buffers.last_token[: key.num_rows]) if self.stages.is_last else hidden
+        last = buffers.last_token[: key.num_rows]
+        apart = self._computes_last_apart(key.num_rows, key.num_tokens, key.adapters)
+        hidden = self._compute_hidden(batch, None, last if apart else None, adapters=key.adapters)
+        return self._compute_logits(hidden, slice(None) if apart else last) if self.stages.is_last else hidden
+
+    def _computes_last_apart(self, num_rows: int, num_tokens: int, reads_more: bool) -> bool:
+        """Whether the last layer of a step is computed for the rows' last tokens alone. `reads_more`: it must not."""
+        if num_tokens < 2 * num_rows + MIN_TOKENS_APART or reads_more or self._layer_hooks is not None:
+            return False
+        return self._apart is not None and self._apart.writes_last_apart()
 
     def _compute_hidden(
         self,
         batch: StepBatch,
         prefix_len: torch.Tensor | None,
+        last: torch.Tensor | None = None,  # [n]: the only tokens whose hidden states are read, of n rows
         adapters: bool = False,  # some rows may have one
         overlay: Overlay | None = None,
     ) -> torch.Tensor:
@@ -459,18 +476,33 @@ class ModelRunner:
         streams = None if self.hidden is None else self.hidden.streams()
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
             shared = int(prefix_len) if prefix_len is not None else 0
-            hidden = self.recorded.run(rows, query_start, inputs, shared, streams, embeds)
-            if hidden is not None:
-                return self._keep(streams, hidden)
+            results = self.recorded.run(rows, query_start, inputs, shared, streams, embeds, last is not None)
+            if results is not None:
+                if last is not None:
+                    return self._forward_last(batch, inputs, last, *results)
+                return self._keep(streams, *results)
         if self._compiling:
             # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
             inputs.positions.zero_()
         ctx = batch.context(inputs, indices, self.backends, tables, sizes, prefix_len)
         ctx.layer_hooks, ctx.adapters, ctx.streams = self._layer_hooks, adapters, streams
+        if last is not None:
+            assert self._apart is not None
+            results = self._apart.forward_to_last(inputs.input_ids, inputs.positions, ctx, embeds)
+            return self._forward_last(batch, inputs, last, *results)
         if embeds is None:
             return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx))
         return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds))
+
+    def _forward_last(
+        self, batch: StepBatch, inputs: PreparedInputs, last: torch.Tensor, q: torch.Tensor, stream: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states of the rows' last tokens, of what `forward_to_last` gives for all."""
+        assert self._apart is not None
+        tables, sizes = self.rows.block_tables, self.rows.block_sizes
+        ctx = batch.context_of_last(inputs, self._apart.last_group(), self.backends, tables, sizes)
+        return self._apart.forward_last(q.index_select(0, last), stream.index_select(0, last), ctx)
 
     def _keep(self, streams: dict[int, torch.Tensor | None] | None, hidden: torch.Tensor) -> torch.Tensor:
         """For the proposer, if it reads them."""

@@ -11,7 +11,7 @@ from quire.attention.group_backends import GroupBackends
 from quire.kernels.native.replay import NotReplayableError, Recording, Replay
 from quire.kernels.prepare_inputs import PreparedInputs
 from quire.lora.state import LoRAState
-from quire.models.base import LanguageModel
+from quire.models.base import LanguageModel, WritesLastApart
 
 logger = logging.getLogger("quire")
 
@@ -21,7 +21,7 @@ OTHER_SIZE = 3  # of a second recording, which must consist of the same calls
 
 @dataclass
 class RecordedStep:
-    """Fill the first rows of the inputs and run: the first rows of `hidden` are the result."""
+    """Fill the first rows of the inputs and run: the first rows of `results` are what it computes."""
 
     embeds: torch.Tensor
     ids: torch.Tensor
@@ -31,7 +31,7 @@ class RecordedStep:
     positions: torch.Tensor
     slots: list[torch.Tensor]
     run: Replay
-    hidden: torch.Tensor
+    results: tuple[torch.Tensor, ...]
     ctx: ForwardContext  # keeps alive what the recorded calls point to
 
 
@@ -49,7 +49,8 @@ class RecordedSteps:
         self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
         self.lora, self.stream_layers = lora, stream_layers
         self.replays = 0
-        self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
+        # With and without the terms of adapters; up to the last layer's queries, or all.
+        self._recorded: dict[tuple[bool, bool], RecordedStep] = {}
         # A stage without an embedding starts from the stream of the one before.
         self._replayable = {False, True} if getattr(model, "embed_tokens", self) is not None else set()
 
@@ -61,9 +62,11 @@ class RecordedSteps:
         shared: int,
         streams: dict[int, torch.Tensor | None] | None = None,
         embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+        to_last: bool = False,
+    ) -> tuple[torch.Tensor, ...] | None:
         """Hidden states of a step, valid until the next one, as are `streams`, which it sets; None if it cannot be
-        replayed. `shared` as StepInputs.prefix_len, `embeds` as the model's inputs_embeds."""
+        replayed. `shared` as StepInputs.prefix_len, `embeds` as the model's inputs_embeds. `to_last`: the results of
+        `forward_to_last` (models/base.py) instead."""
         tokens, count = len(inputs.input_ids), len(rows)
         adapted = self.lora is not None and self.lora.active
         if adapted not in self._replayable or tokens > MAX_TOKENS:
@@ -71,14 +74,15 @@ class RecordedSteps:
         if embeds is None:
             assert self.model.embed_tokens is not None
             embeds = self.model.embed_tokens(inputs.input_ids)
-        if adapted not in self._recorded or len(self._recorded[adapted].ids) < tokens:
+        kind = (adapted, to_last)
+        if kind not in self._recorded or len(self._recorded[kind].ids) < tokens:
             try:
-                self._recorded[adapted] = self._record(embeds)
+                self._recorded[kind] = self._record(embeds, to_last)
             except NotReplayableError as reason:
                 self._replayable.discard(adapted)
                 logger.debug("steps %s adapters are not replayed: %s", "with" if adapted else "without", reason)
                 return None
-        step = self._recorded[adapted]
+        step = self._recorded[kind]
         step.embeds[:tokens].copy_(embeds)
         step.ids[:tokens].copy_(inputs.input_ids)
         step.positions[:tokens].copy_(inputs.positions)
@@ -92,28 +96,34 @@ class RecordedSteps:
         for i, stream in (step.ctx.streams or {}).items():
             assert streams is not None and stream is not None
             streams[i] = stream[:tokens]
-        return step.hidden[:tokens]
+        return tuple(result[:tokens] for result in step.results)
 
-    def _record(self, like: torch.Tensor) -> RecordedStep:
+    def _record(self, like: torch.Tensor, to_last: bool) -> RecordedStep:
         # A larger step than any before is recorded anew.
         size = max(MIN_SIZE, 1 << (len(like) - 1).bit_length())
-        recording, step = self._record_size(like.new_zeros(size, like.shape[1]))
-        other, _ = self._record_size(like.new_zeros(OTHER_SIZE, like.shape[1]))
+        recording, step = self._record_size(like.new_zeros(size, like.shape[1]), to_last)
+        other, _ = self._record_size(like.new_zeros(OTHER_SIZE, like.shape[1]), to_last)
         if [call.shape for call in recording.calls] != [call.shape for call in other.calls]:
             raise NotReplayableError("the calls depend on the number of tokens")
         return step
 
-    def _record_size(self, embeds: torch.Tensor) -> tuple[Recording, RecordedStep]:
+    def _record_size(self, embeds: torch.Tensor, to_last: bool) -> tuple[Recording, RecordedStep]:
         size = len(embeds)
+        results: tuple[torch.Tensor, ...]
         rows, ids, positions, *slots = torch.zeros(3 + len(self.tables), size, dtype=torch.int64)
         starts, lens = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, decode_only=True)
         metadata = self.backends.build(step, self.tables, self.sizes)
         ctx = ForwardContext(step, metadata, slots, None, streams=dict.fromkeys(self.stream_layers) or None)
         with Recording(size) as recording:
-            hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)
+            if to_last:
+                assert isinstance(self.model, WritesLastApart)
+                results = self.model.forward_to_last(ids, positions, ctx, embeds)
+            else:
+                results = (self.model(ids, positions, ctx, inputs_embeds=embeds),)
         if recording.is_of_texts:
-            run, hidden = recording.replayed_by_texts(starts, hidden)
+            run, hidden = recording.replayed_by_texts(starts, results[0])
+            results = (hidden,)
         else:
             run = recording.replayed()
-        return recording, RecordedStep(embeds, ids, rows, starts, lens, positions, slots, run, hidden, ctx)
+        return recording, RecordedStep(embeds, ids, rows, starts, lens, positions, slots, run, results, ctx)

@@ -159,7 +159,7 @@ def run_toy(toy):
 
 def test_a_model_that_looks_at_ids_gets_them():
     toy = Toy()
-    torch.testing.assert_close(run_toy(toy), toy.table[[7, 3, 9]])
+    torch.testing.assert_close(*run_toy(toy), toy.table[[7, 3, 9]])
 
 
 def test_a_model_whose_calls_depend_on_the_number_of_tokens_is_not_replayed():

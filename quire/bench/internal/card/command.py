@@ -125,24 +125,26 @@ def run(args: argparse.Namespace) -> int:
         for task in tasks:
             recorder = Recorder(task, peers)
             cards.append(recorder.card)
-            run_task(task, args.limit, recorder.on_event)
-            if rows:
-                from quire.bench.internal.card.serving import run_serving
+            try:
+                run_task(task, args.limit, recorder.on_event)
+                if rows:
+                    from quire.bench.internal.card.serving import run_serving
 
-                run_serving(
-                    recorder.card,
-                    server_options(task.options, tokenizer),
-                    rows,
-                    folder,
-                    server_args=shlex.split(args.server_args),
-                    vocab_size=task.vocab_size,
-                    client_processes=args.client_processes or max(1, min(4, (os.cpu_count() or 1) // 4)),
-                    anchored=task.name in ANCHORED_SERVING,
-                    peers=peers,
-                    tiny=task.tiny,
-                    log=recorder.log,
-                )
-            write(args.output, facts, cards)  # after each model: a later one may be interrupted
+                    run_serving(
+                        recorder.card,
+                        server_options(task.options, tokenizer),
+                        rows,
+                        folder,
+                        server_args=shlex.split(args.server_args),
+                        vocab_size=task.vocab_size,
+                        client_processes=args.client_processes or max(1, min(4, (os.cpu_count() or 1) // 4)),
+                        anchored=task.name in ANCHORED_SERVING,
+                        peers=peers,
+                        tiny=task.tiny,
+                        log=recorder.log,
+                    )
+            finally:  # after each model, and what there is of one that is interrupted
+                write(args.output, facts, cards)
     print(f"\n{heading(facts, args.cpu, peers)}\n{table(cards)}\nwhole card: {time.perf_counter() - began:.0f} s")
     return 1 if any(card.errors for card in cards) else 0
 

@@ -17,7 +17,7 @@ def experts_touched(llm: "LLM", vocab_size: int) -> dict[str, Any] | None:
     """Means over layers, at batch 1 and at BATCH, of a step that is not timed; None for a model without experts.
 
     Requests of different prompts are at the end of these, in one step: it is launched kernel by kernel, so that the
-    routers' logits can be seen.
+    routers' logits can be seen, and computes all of every prompt, because there are hooks in its last layer.
     """
     from quire import SamplingParams
     from quire.models.moe import SparseMLP
@@ -53,7 +53,9 @@ def _counted(layers: list[Any], logits: "dict[int, list[torch.Tensor]]") -> dict
     for i, layer in enumerate(layers):
         if not logits[i]:
             return None  # other kernels, which no hook sees
-        rows = torch.cat(logits[i])[PROMPT_LEN - 1 :: PROMPT_LEN][:BATCH]
+        seen = torch.cat(logits[i])
+        assert len(seen) == BATCH * PROMPT_LEN, f"a router saw {len(seen)} tokens, not {BATCH} prompts of {PROMPT_LEN}"
+        rows = seen[PROMPT_LEN - 1 :: PROMPT_LEN]
         routing, bias = layer.experts.routing.with_shared(0), layer.correction_bias
         chosen = route_torch(rows, routing, None if bias is None else bias.detach().cpu())[1]
         counts.append(len(chosen.unique()))
