@@ -355,6 +355,7 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
 
         complete = with_platform_defaults(config)
         core = EngineCore(complete, make_executor(complete, in_engine_process=True))
+        core.executor.collective_rpc("make_memory_ready", (), {})
         if not complete.observability.disable_log_stats and logger.isEnabledFor(logging.INFO):
             StatsLogger(core.scheduler, environment.VLLM_LOG_STATS_INTERVAL.get()).start()
         return core

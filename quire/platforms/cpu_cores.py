@@ -36,6 +36,11 @@ def allowed_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+def cpus_of_process() -> set[int]:
+    """Those of its main thread, which is never pinned to one."""
+    return os.sched_getaffinity(os.getpid()) if hasattr(os, "sched_getaffinity") else allowed_cpus()
+
+
 def physical_cores(folder: Path = CPUS, allowed: set[int] | None = None) -> list[Core]:
     """Those this process may run on, by their first CPU's number."""
     found: dict[str, tuple[int, list[int]]] = {}

@@ -19,6 +19,7 @@ from quire.distributed.kv_connector import make_connectors
 from quire.distributed.world import SINGLE_WORLD, World
 from quire.features.store import feature_support
 from quire.kernels import native
+from quire.kernels.native.ready_memory import make_ready
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
 from quire.layers.stage_link import check_stages, link_stages
@@ -320,6 +321,11 @@ class Worker:
         connectors = make_connectors(self.config.transfer, config, "worker", self.world.rank)
         if connectors:  # after the steps that no one has asked for
             self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
+
+    def make_memory_ready(self) -> None:
+        """Of the KV cache, in the background; not in sleep mode, which gives memory back."""
+        if not self.config.model.enable_sleep_mode:
+            self.ready_memory = make_ready(self.runner.kv_tensors, self.platform.available_memory)
 
     def weights_identity(self) -> str:
         """Tells models apart by what their files hold."""

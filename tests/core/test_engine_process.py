@@ -45,7 +45,7 @@ class Core:
 
     def __init__(self) -> None:
         self.summary = EngineSummary("device", "cache")
-        self.executor = SimpleNamespace(on_failure=lambda notify: None)
+        self.executor = SimpleNamespace(on_failure=lambda notify: None, collective_rpc=lambda *call: [])
         self.requests: dict[str, Any] = {}
         self.scheduler = Scheduler({})
         self.may_step = threading.Event()
