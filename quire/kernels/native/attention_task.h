@@ -253,36 +253,44 @@ static __attribute__((noinline)) void unpack_tile(const Task *t, int64_t head, i
         }
 }
 
-/* after: the task that follows, whose first keys are prefetched with the last of this one; or NULL. */
+/* What follows the tile: the task's next one, or the first of the task `after`, or nothing. */
+static __attribute__((noinline)) void foresee(const Task *t, const Task *after, int64_t tile, Coming *coming) {
+    int64_t key = tile + TILE;
+    coming->count = 0;
+    if (key >= t->end && after) t = after, key = t->begin;
+    for (int64_t end = t->end - key < TILE ? t->end : key + TILE, some; key < end; key += some) {
+        int64_t of_page = t->block_size - key % t->block_size;
+        some = of_page < end - key ? of_page : end - key;
+        for (int kind = 0; kind < 2; kind++)
+            for (int64_t head = t->first_head; head < t->first_head + t->num_heads; head++) {
+                float scale;
+                const char *from = t->scales ? (const char *)find_int8(t, head, key, kind, &scale)
+                                             : (const char *)t->cache + key_place(t, head, key, kind) * 2;
+                expect(coming, from, some * t->d * (t->scales ? 1 : 2));
+            }
+    }
+    begin_fetching(coming);
+}
+
+/* after: the task that follows, or NULL. */
 static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
                                                              float *acc, float *most, float *total) {
-    int64_t begin = t->begin, end = t->end;
     int64_t to_values = t->scales ? TILE * d : t->kv_heads * t->block_size * d;
     bf16 unpacked[2 * TILE * MAX_D] __attribute__((aligned(64)));
     bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
     float scores[FEW * TILE] __attribute__((aligned(64)));
-    const bf16 *tiles[2][TILE];
-    int64_t count = end - begin < TILE ? end - begin : TILE, turn = 0;
-    if (begin < end && !t->scales) find_rows(t, t->first_head, begin, count, tiles[0]);
-    for (int64_t tile = begin; tile < end; tile += TILE)
-        for (int64_t h = 0; h < t->num_heads; h++, turn ^= 1) {
-            const bf16 **rows = tiles[turn], **next = tiles[turn ^ 1];
-            count = end - tile < TILE ? end - tile : TILE;
-            int64_t head = t->first_head + h, last = h + 1 == t->num_heads, later = last ? tile + TILE : tile;
-            if (t->scales) {
-                unpack_tile(t, head, tile, count, unpacked, rows);
-                next = rows;
-            } else if (later < end) {
-                int64_t some = end - later < TILE ? end - later : TILE;
-                find_rows(t, last ? t->first_head : head + 1, later, some, next);
-            } else if (after && after->begin < after->end) {
-                int64_t some = after->end - after->begin < TILE ? after->end - after->begin : TILE;
-                find_rows(after, after->first_head, after->begin, some, next);
-            } else next = rows;
+    const bf16 *rows[TILE];
+    Coming coming = {.count = 0};
+    for (int64_t tile = t->begin; tile < t->end; tile += TILE)
+        for (int64_t h = 0; h < t->num_heads; h++) {
+            int64_t count = t->end - tile < TILE ? t->end - tile : TILE, head = t->first_head + h;
+            if (!h) foresee(t, after, tile, &coming);
+            if (t->scales) unpack_tile(t, head, tile, count, unpacked, rows);
+            else find_rows(t, head, tile, count, rows);
             memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
             switch (m) { /* each as many registers */
 #define CASE(M)                                                                                                        \
-    case M: score_few(q, rows, next, scores, M, d, count); break;
+    case M: score_few(q, rows, scores, M, d, count, &coming); break;
                 CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
             }
@@ -290,7 +298,7 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, cons
             soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
             switch (m) {
 #define CASE(M)                                                                                                        \
-    case M: weigh_few(weights, rows, next, to_values, sums, M, d, count); break;
+    case M: weigh_few(weights, rows, to_values, sums, M, d, count, &coming); break;
                 CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
             }
@@ -299,8 +307,8 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, cons
 
 /* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
  * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
-static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *acc,
-                                                  float *most, float *total) {
+static __attribute__((noinline)) void attend_bf16(const Task *t, const Task *after, int64_t group, int64_t m, int64_t all,
+                                                  float *acc, float *most, float *total) {
     int64_t begin = t->begin, end = t->end;
     int64_t d = t->d, to_values = t->scales ? TILE * d : t->kv_heads * t->block_size * d; /* from a key to its value */
     static const bf16 zeros[MAX_D];
@@ -311,6 +319,8 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, 
     float scores[ROWS * TILE] __attribute__((aligned(64)));
     bf16 weights[ROWS * TILE] __attribute__((aligned(64)));
     const bf16 *rows[TILE];
+    const char *lines[PLACES];
+    Coming coming = {.count = 0};
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t i = 0; i < all; i++) {
             const bf16 *from = i < m ? (const bf16 *)t->q + query_place(t, t->first_head + h, group, i) : zeros;
@@ -322,6 +332,7 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, 
         for (int64_t h = 0; h < t->num_heads; h++) {
             int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
             int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
+            if (!h) foresee(t, after, tile, &coming);
             if (t->scales) unpack_tile(t, head, tile, count, unpacked, rows);
             else find_rows(t, head, tile, count, rows);
             for (int64_t b = 0; b < blocks; b++)
@@ -329,12 +340,19 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, 
                     __m512i r[16];
                     for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[b * 16 + j] + e);
                     transpose16(r);
-                    for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
+                    next_of_each(&coming, lines);
+                    for (int j = 0; j < 16; j++) {
+                        FETCH_LINE(lines, j);
+                        _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
+                    }
                 }
             for (int64_t j = 0; j < pairs; j++) {
                 const bf16 *x = rows[2 * j] + to_values, *y = rows[2 * j + 1] + to_values;
                 for (int64_t e = 0; e < d; e += 32) {
                     __m512i a = _mm512_loadu_si512(x + e), b = _mm512_loadu_si512(y + e);
+                    int64_t line = j * d / 16 + e / 16;
+                    if (line % 16 == 0) next_of_each(&coming, lines);
+                    FETCH_LINE(lines, line), FETCH_LINE(lines, line + 1);
                     _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(a, low, b));
                     _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(a, high, b));
                 }
@@ -444,7 +462,7 @@ static void attend_part(const Task *t, const Task *after, int64_t group, int64_t
     else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
     else if (few && d == 256) attend_few(t, after, m, 256, acc, most, total);
     else if (few) attend_few(t, after, m, d, acc, most, total);
-    else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total);
+    else if (t->type == 1 && d % 32 == 0) attend_bf16(t, after, group, m, all, acc, most, total);
     else
 #endif
         for (int64_t h = 0; h < t->num_heads; h++)
