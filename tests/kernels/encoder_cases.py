@@ -28,6 +28,7 @@ CASES = {
     "odd sizes": Case(heads=3, kv_heads=3, head_size=40, window=5),
     "window": Case(window=20, rotary=32),
     "bias": Case(head_size=16, bias=True),
+    "large heads and bias": Case(heads=2, kv_heads=2, head_size=256, bias=True),
     "partly rotated": Case(head_size=64, rotary=32),
 }
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

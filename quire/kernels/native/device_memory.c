@@ -28,6 +28,7 @@ struct driver {
     int (*unmap)(uint64_t, size_t);
     int (*release)(unsigned long long);
     int (*free_address)(uint64_t, size_t);
+    int (*synchronize)(void);
 };
 
 struct chunk {
@@ -120,7 +121,10 @@ void quire_memory_free(void *address, ptrdiff_t size, int device, void *stream) 
     pthread_mutex_lock(&lock);
     struct chunk *chunk = find((uint64_t)(uintptr_t)address);
     if (chunk) {
-        if (chunk->mapped) unmap_chunk(chunk);
+        if (chunk->mapped) {
+            driver.synchronize(); /* kernels in flight may use it; cudaFree, in whose place this is, waits as well */
+            unmap_chunk(chunk);
+        }
         driver.free_address(chunk->address, chunk->size);
         *chunk = chunks[--num_chunks];
     }

@@ -11,7 +11,7 @@
 #include "threads.h"
 #include "vectors.h"
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#include <immintrin.h>
+#include "int8_dot.h"
 #define HAVE_INT8_DOT 1
 #endif
 
@@ -77,68 +77,82 @@ static void round_rows(const Weight *w, const void *x, Inputs to, int64_t first,
         }
 }
 
-/* Rows of x by a panel -> sums [rows][PANEL], without the outputs' scales. ahead: as in linear.c. */
+/* A group of a panel's inputs: what rows of them add to sums [rows][PANEL], without the outputs' scales. The first group's
+ * sums are what it adds. */
+typedef struct {
+    const int8_t *panel, *ahead; /* from the group on; ahead as in linear.c */
+    const int32_t *start;
+    const uint8_t *x;   /* rows of `stride` bytes */
+    const float *scale; /* a row's is `groups` after the one before */
+    int64_t fours, stride, groups;
+    int is_first;
+} Group;
+
 #ifdef HAVE_INT8_DOT
-static inline __attribute__((always_inline)) void multiply(const int rows, const Weight *w, const uint8_t *x,
-                                                           const float *scale, int64_t p, const int8_t *ahead,
-                                                           float *sums) {
-    const int8_t *panel = w->packed + p * w->fours * PANEL * FOUR;
-    const int32_t *start = w->start + p * w->groups * PANEL;
-    for (int64_t g = 0; g < w->groups; g++, start += PANEL) {
-        __m512i a[ROWS], b[ROWS];
-        __m512i first = _mm512_loadu_si512(start), second = _mm512_loadu_si512(start + 16);
-        int64_t end = (g + 1) * GROUP_FOURS < w->fours ? (g + 1) * GROUP_FOURS : w->fours;
+/* By itself: within a loop over groups compilers keep its sums in memory. */
+static inline __attribute__((always_inline)) void multiply(const int rows, const Group *g, float *sums) {
+    __m512i a[ROWS], b[ROWS];
+    __m512i first = _mm512_loadu_si512(g->start), second = _mm512_loadu_si512(g->start + 16);
+    const int8_t *panel = g->panel, *ahead = g->ahead;
+    const uint8_t *x = g->x;
+    int64_t fours = g->fours, stride = g->stride;
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
-        for (int64_t e = g * GROUP_FOURS; e < end; e++) {
-            __m512i w0 = _mm512_loadu_si512(panel + e * PANEL * FOUR);
-            __m512i w1 = _mm512_loadu_si512(panel + e * PANEL * FOUR + 64);
-            if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL * FOUR / 2, 0, 2);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                int32_t four;
-                memcpy(&four, x + (r * w->fours + e) * FOUR, 4);
-                __m512i v = _mm512_set1_epi32(four);
-                a[r] = _mm512_dpbusd_epi32(a[r], v, w0);
-                b[r] = _mm512_dpbusd_epi32(b[r], v, w1);
-            }
-        }
+    for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
+    for (int64_t e = 0; e < fours; e++) {
+        __m512i w0 = _mm512_loadu_si512(panel + e * PANEL * FOUR);
+        __m512i w1 = _mm512_loadu_si512(panel + e * PANEL * FOUR + 64);
+        if (rows >= FEWEST_AHEAD) __builtin_prefetch(ahead + e * PANEL * FOUR / 2, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            __m512 by = _mm512_set1_ps(scale[r * w->groups + g]), zero = _mm512_setzero_ps();
-            float *to = sums + r * PANEL;
-            _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), by, g ? _mm512_load_ps(to) : zero));
-            _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(b[r]), by, g ? _mm512_load_ps(to + 16) : zero));
+            int32_t four;
+            memcpy(&four, x + r * stride + e * FOUR, 4);
+            __m512i v = _mm512_set1_epi32(four);
+            a[r] = add_dots(a[r], v, w0);
+            b[r] = add_dots(b[r], v, w1);
         }
+    }
+    __m512 zero = _mm512_setzero_ps();
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        __m512 by = _mm512_set1_ps(g->scale[r * g->groups]);
+        float *to = sums + r * PANEL;
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), by, g->is_first ? zero : _mm512_load_ps(to)));
+        _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(b[r]), by, g->is_first ? zero : _mm512_load_ps(to + 16)));
     }
 }
 #else
-static inline void multiply(const int rows, const Weight *w, const uint8_t *x, const float *scale, int64_t p,
-                            const int8_t *ahead, float *sums) {
-    const int8_t *panel = w->packed + p * w->fours * PANEL * FOUR;
-    for (int r = 0; r < rows; r++)
-        for (int64_t g = 0; g < w->groups; g++) {
-            int32_t of_group[PANEL];
-            int64_t end = (g + 1) * GROUP_FOURS < w->fours ? (g + 1) * GROUP_FOURS : w->fours;
-            memcpy(of_group, w->start + (p * w->groups + g) * PANEL, sizeof of_group);
-            for (int64_t e = g * GROUP_FOURS; e < end; e++) {
-                const int8_t *four = panel + e * PANEL * FOUR;
-                const uint8_t *v = x + (r * w->fours + e) * FOUR;
-                for (int j = 0; j < PANEL; j++)
-                    of_group[j] += v[0] * four[4 * j] + v[1] * four[4 * j + 1] + v[2] * four[4 * j + 2] + v[3] * four[4 * j + 3];
-            }
+static inline void multiply(const int rows, const Group *g, float *sums) {
+    for (int r = 0; r < rows; r++) {
+        int32_t of_group[PANEL];
+        memcpy(of_group, g->start, sizeof of_group);
+        for (int64_t e = 0; e < g->fours; e++) {
+            const int8_t *four = g->panel + e * PANEL * FOUR;
+            const uint8_t *v = g->x + r * g->stride + e * FOUR;
             for (int j = 0; j < PANEL; j++)
-                sums[r * PANEL + j] = fmaf((float)of_group[j], scale[r * w->groups + g], g ? sums[r * PANEL + j] : 0);
+                of_group[j] += v[0] * four[4 * j] + v[1] * four[4 * j + 1] + v[2] * four[4 * j + 2] + v[3] * four[4 * j + 3];
         }
+        for (int j = 0; j < PANEL; j++)
+            sums[r * PANEL + j] = fmaf((float)of_group[j], g->scale[r * g->groups], g->is_first ? 0 : sums[r * PANEL + j]);
+    }
 }
 #endif
 
-static void multiply_rows(int rows, const Weight *w, const uint8_t *x, const float *scale, int64_t p,
-                          const int8_t *ahead, float *sums) {
+static __attribute__((noinline)) void multiply_group(int rows, const Group *g, float *sums) {
     switch (rows) {
 #define CASE(R)                                                                                                        \
-    case R: multiply(R, w, x, scale, p, ahead, sums); break;
+    case R: multiply(R, g, sums); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+/* Rows of x by a panel. */
+static void multiply_rows(int rows, const Weight *w, const uint8_t *x, const float *scale, int64_t p,
+                          const int8_t *ahead, float *sums) {
+    for (int64_t i = 0, from = 0; i < w->groups; i++, from += GROUP_FOURS) {
+        int64_t some = w->fours - from < GROUP_FOURS ? w->fours - from : GROUP_FOURS;
+        Group g = {w->packed + (p * w->fours + from) * PANEL * FOUR, ahead + from * PANEL * FOUR / 2,
+                   w->start + (p * w->groups + i) * PANEL, x + from * FOUR, scale + i, some, w->fours * FOUR, w->groups, !i};
+        multiply_group(rows, &g, sums);
     }
 }
 

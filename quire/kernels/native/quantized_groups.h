@@ -41,9 +41,10 @@ INLINE Bytes above(Bytes plane, int at, uint8_t mask) {
 
 /* dot: 4 inputs of each output; x holds 4 signed bytes. The loads make floats of float16, unsigned and signed bytes. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#include "int8_dot.h"
 
 INLINE Ints dot(Ints sum, Bytes w, int32_t x, int bits) {
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+    return (Ints)add_dots((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
 }
 INLINE Floats load_halves(const uint8_t *p) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
