@@ -25,15 +25,16 @@ def scatter_blocks_torch(pages: Sequence[torch.Tensor], blocks: torch.Tensor, so
 def gather_blocks(
     pages: Sequence[torch.Tensor],  # by layer: [blocks, page]
     table: torch.Tensor,  # page_table(pages)
-    blocks: torch.Tensor,  # [n] int64
+    blocks: torch.Tensor,  # [start + n or more] int64
     out: torch.Tensor,  # [n, layers, page]
+    start: int = 0,  # of the blocks: a tensor that begins there need not be aligned
 ) -> None:
     if use_triton(out):
         from quire.kernels.triton import block_copies as kernel
 
-        kernel.copy_blocks(table, blocks, out, to_pages=False)
+        kernel.copy_blocks(table, blocks, start, out, to_pages=False)
     else:
-        gather_blocks_torch(pages, blocks, out)
+        gather_blocks_torch(pages, blocks[start : start + len(out)], out)
 
 
 def scatter_blocks(
@@ -41,11 +42,12 @@ def scatter_blocks(
     table: torch.Tensor,
     blocks: torch.Tensor,
     source: torch.Tensor,  # [n, layers, page]
+    start: int = 0,
 ) -> None:
     """The other way."""
     if use_triton(source):
         from quire.kernels.triton import block_copies as kernel
 
-        kernel.copy_blocks(table, blocks, source, to_pages=True)
+        kernel.copy_blocks(table, blocks, start, source, to_pages=True)
     else:
-        scatter_blocks_torch(pages, blocks, source)
+        scatter_blocks_torch(pages, blocks[start : start + len(source)], source)

@@ -35,6 +35,7 @@ from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.int_table import IntConfig, choose, choose_fused
 from quire.kernels.rms_norm import RMSNormParams, rms_norm
 from quire.kernels.skinny_linear import skinny_linear_torch
+from quire.kernels.workspace import outside_pools
 
 BITS = (4, 8)
 PANEL = 16  # outputs whose words are contiguous
@@ -292,7 +293,7 @@ def _by_plane(values: torch.Tensor, plane: int, inputs: int, padded_k: int, padd
 @functools.cache
 def _numbers(kind: Kind, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What codes stand for, as `dtype` rounds it. Kept: a graph cannot copy it from the host."""
-    return torch.tensor(NUMBERS[kind], device=device).to(dtype).float()
+    return outside_pools(device, lambda: torch.tensor(NUMBERS[kind], device=device).to(dtype).float())
 
 
 def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) -> torch.Tensor:

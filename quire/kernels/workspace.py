@@ -1,8 +1,12 @@
 """Device memory that kernel launches share, and counters that every launch leaves at zero."""
 
-from typing import Self
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Workspace:
@@ -38,9 +42,23 @@ class SharedWorkspace(Workspace):
                 raise RuntimeError(
                     f"the workspace of {cls.__module__} is needed before a CUDA graph is captured: prepare it"
                 )
-            found = _shared[cls, device] = cls(device)
+            found = _shared[cls, device] = outside_pools(device, lambda: cls(device))
         assert isinstance(found, cls)
         return found
+
+
+def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+    """What the process keeps, made by a thread of its own. A thread that loads weights may allocate in their memory
+    pool, which sleep mode unmaps while other engines compute."""
+
+    def made() -> T:
+        found = make()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the caller's stream may be another one
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()
 
 
 _shared: dict[tuple[type[SharedWorkspace], torch.device], SharedWorkspace] = {}

@@ -3,6 +3,7 @@
 import bisect
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ PINNING_THREADS = 8
 OUT_OF_MEMORY = 2  # CUDA's error
 
 MakePool = Callable[[str], Any]
+
+_allocators: list[Any] = []  # for the life of the process: of some versions of torch a pool has a pointer alone
 
 
 class CudaMemory:
@@ -57,7 +60,10 @@ class CudaMemory:
         self._driver.wait()  # for steps that read or write it
         if keep:
             saved = self._saved.get(tag)
-            if saved is None or saved.size < total(chunks):
+            if saved is not None and saved.size < total(chunks):
+                self._saved.pop(tag).close()  # before there is another
+                saved = None
+            if saved is None:
                 saved = self._saved[tag] = HostCopy(self._driver, total(chunks))
             saved.save(chunks)
             self._kept.add(tag)
@@ -92,17 +98,19 @@ class HostCopy:
 
     def __init__(self, driver: Driver, size: int) -> None:
         self._driver, self.size = driver, size
-        self._memory = mmap.mmap(-1, max(size, 1))
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no huge pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth of the pages to fault in and pin
-        self._view = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.address = self._view.data_ptr()
-        self._pinned: dict[int, bool] = {}  # by the piece's number
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth of the pages to fault in and pin
+        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._pinned: dict[int, bool] = {}  # by the piece's address
+        self._context: list[int | None] = []
+        self.close = weakref.finalize(self, _unpin, driver, self._context, self._pinned, memory)
 
     def save(self, chunks: list[Chunk]) -> None:
         """One after the other, each at the sum of the sizes before it."""
         pieces = range(-(-total(chunks) // PIECE))
         context = self._driver.context()
+        self._context[:] = [context]
         with ThreadPoolExecutor(PINNING_THREADS, initializer=self._driver.enter_context, initargs=(context,)) as pool:
             ready: list[Future[None]] = [pool.submit(self._pin, number) for number in pieces]
             at = 0
@@ -121,10 +129,19 @@ class HostCopy:
             self._driver.copy_to_device(chunk.address + offset - at, self.address + offset, size)
 
     def _pin(self, number: int) -> None:
-        if number not in self._pinned:
-            first = number * PIECE
-            size = min(PIECE, self.size - first)
-            self._pinned[number] = self._driver.pin(self.address + first, size)
+        address = self.address + number * PIECE
+        if address not in self._pinned:
+            size = min(PIECE, self.size - number * PIECE)
+            self._pinned[address] = self._driver.pin(address, size)
+
+
+def _unpin(driver: Driver, contexts: list[int | None], pinned: dict[int, bool], memory: mmap.mmap) -> None:
+    """While the memory is still mapped: pages that stay pinned are never given back."""
+    if contexts and driver.context() is None:  # of the thread that happens to collect this
+        driver.enter_context(contexts[0])
+    for address, is_pinned in pinned.items():
+        if is_pinned:
+            driver.unpin(address)
 
 
 def _cut(first: int, size: int) -> Iterator[tuple[int, int]]:
@@ -139,4 +156,5 @@ def _cut(first: int, size: int) -> Iterator[tuple[int, int]]:
 def _torch_pool(allocator_file: str) -> Any:
     names = ("quire_memory_allocate", "quire_memory_free")
     allocator = torch.cuda.memory.CUDAPluggableAllocator(allocator_file, *names)
-    return torch.cuda.MemPool(allocator.allocator())
+    _allocators.extend((allocator, inner := allocator.allocator()))
+    return torch.cuda.MemPool(inner)

@@ -17,6 +17,7 @@ _OF_ALLOCATOR = (
     "cuMemUnmap",
     "cuMemRelease",
     "cuMemAddressFree",
+    "cuCtxSynchronize",
 )
 _WORD = ctypes.c_uint64
 

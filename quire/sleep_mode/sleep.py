@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from quire.config.environment import PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF
+from quire.kernels.workspace import reset_shared_workspaces
 from quire.sleep_mode.memory import KV_CACHE, WEIGHTS, HostMemory, SleepMemory
 
 logger = logging.getLogger("quire")
@@ -63,6 +64,7 @@ class SleepMode:
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
             self._copies = []
+            reset_shared_workspaces()  # should one have been allocated with the weights
         logger.info("awake (%s) after %.2f s", ", ".join(tags), time.perf_counter() - began)
 
     def _release(self, tag: str, keep: bool) -> None:
@@ -85,7 +87,10 @@ def make_sleep_mode(enabled: bool, device: torch.device) -> SleepMode:
     from quire.sleep_mode.cuda import CudaMemory
     from quire.sleep_mode.cuda_driver import Driver
 
-    return SleepMode(CudaMemory(Driver(), device.index or 0))
+    memory = CudaMemory(Driver(), device.index or 0)
+    # The workspace that cuBLAS keeps for a thread: weights that are converted must not be the first to be multiplied.
+    torch.mm(*torch.zeros(2, 16, 16, device=device))
+    return SleepMode(memory)
 
 
 def refuse_expandable_segments() -> None:

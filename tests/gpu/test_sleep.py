@@ -42,6 +42,20 @@ def test_memory_is_given_back_and_graphs_stay_valid():
         assert llm.collective_rpc(lambda worker: worker.runner.graphs.num_replays)[0] > graphs
 
 
+def test_another_engine_of_the_process_computes_meanwhile():
+    """What kernels and libraries keep for the process must not be in the memory that is given back."""
+    old, new = two_models("mixtral", hidden_size=128, intermediate_size=256)
+    with LLM(old, dtype="bfloat16", enable_sleep_mode=True, **ENGINE) as llm:
+        before = tokens(llm)
+        llm.sleep(level=2)
+        with LLM(new, dtype="bfloat16", **ENGINE) as other:
+            of_new = tokens(other)
+        llm.wake_up(["weights"])
+        llm.update_weights(state_of(new))
+        llm.wake_up(["kv_cache"])
+        assert tokens(llm) == of_new != before
+
+
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"quantization": "int4"}])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_texts_after_an_update_are_those_of_a_fresh_engine(family, options):

@@ -17,6 +17,9 @@ def test_blocks_to_a_buffer_and_back(dtype, page):
     gather_blocks_torch(pages, blocks, expected)
     assert torch.equal(buffer, expected)
     scatter_blocks(pages, page_table(pages), torch.tensor([1, 8, 3]), buffer)
+    scatter_blocks(pages, page_table(pages), torch.tensor([0, 4, 6, 0]), buffer[1:], start=1)
+    gather_blocks(pages, page_table(pages), torch.tensor([1, 1, 4, 6]), buffer[:2], start=2)
+    assert torch.equal(buffer[:2], expected[1:])
     for old, new in zip(before, pages, strict=True):
-        old[[1, 8, 3]] = old[[7, 2, 5]]
+        old[[1, 8, 3, 4, 6]] = old[[7, 2, 5, 2, 5]]
         assert torch.equal(old, new)

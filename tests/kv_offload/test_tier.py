@@ -105,6 +105,17 @@ def test_texts_with_copies_that_overlap_steps(references, family, depth, num_blo
         check_nothing_is_held(llm)
 
 
+def test_copies_end_before_the_memory_is_freed(reference):
+    options = {"kv_offloading_size": None, "kv_transfer_config": THREADED, "num_gpu_blocks_override": 400}
+    with engine(reference, **options) as llm:
+        copier = core_of(llm).executor.worker.runner.transfers.connectors[0].copier
+        copier.gate.clear()
+        generate(llm, reference)
+        saves = [future for _, future in copier._unreported]
+        assert not any(future.done() for future in saves) and saves
+    assert all(future.done() for future in saves)
+
+
 def test_a_request_that_waits_for_its_blocks_does_not_hold_up_others(reference):
     options = {"kv_offloading_size": None, "kv_transfer_config": THREADED, "num_gpu_blocks_override": 16}
     with engine(reference, **options) as llm:

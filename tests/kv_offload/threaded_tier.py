@@ -69,6 +69,9 @@ class ThreadedCopier:
         for _, future in self._unreported:
             future.result()
 
+    def close(self) -> None:
+        self.drain()
+
 
 class ThreadedWorker(TierWorker):
     def make_copier(self, notify):

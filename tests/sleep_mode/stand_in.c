@@ -12,6 +12,7 @@ enum { UNIT = 2 << 20, INVALID = 1, OUT_OF_MEMORY = 2, FILES = 1024 };
 
 static size_t sizes[FILES]; /* of pages, by their descriptor */
 size_t quire_stand_in_bytes, quire_stand_in_pinned, quire_stand_in_limit = (size_t)1 << 40;
+size_t quire_stand_in_busy; /* kernels are in flight, and may use what is mapped */
 
 int cuMemGetAllocationGranularity(size_t *unit, const void *properties, int option) {
     const int *words = properties; /* pinned, on a device */
@@ -52,6 +53,7 @@ int cuMemSetAccess(uint64_t address, size_t size, const void *access, size_t cou
 }
 
 int cuMemUnmap(uint64_t address, size_t size) {
+    if (quire_stand_in_busy) return INVALID;
     void *place = (void *)(uintptr_t)address;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
     return mmap(place, size, PROT_NONE, flags, -1, 0) == place ? 0 : INVALID;
@@ -81,16 +83,32 @@ int cuCtxSetCurrent(void *wanted) {
     return wanted == &context ? 0 : INVALID;
 }
 
-int cuCtxSynchronize(void) { return current ? 0 : INVALID; }
-
-int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
-    (void)address;
-    if (!current || flags) return INVALID;
-    __atomic_fetch_add(&quire_stand_in_pinned, size, __ATOMIC_RELAXED);
+int cuCtxSynchronize(void) {
+    if (!current) return INVALID;
+    quire_stand_in_busy = 0;
     return 0;
 }
 
-int cuMemHostUnregister(void *address) { return address ? 0 : INVALID; }
+static struct { void *address; size_t size; } pinned[FILES];
+
+static int pin(void *from, void *to, size_t size) {
+    for (int i = 0; i < FILES; i++)
+        if (__sync_bool_compare_and_swap(&pinned[i].address, from, to)) {
+            if (to) pinned[i].size = size;
+            __atomic_fetch_add(&quire_stand_in_pinned, to ? size : -pinned[i].size, __ATOMIC_RELAXED);
+            return 0;
+        }
+    return INVALID;
+}
+
+int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
+    return !current || flags ? INVALID : pin(NULL, address, size);
+}
+
+/* Of pages that are no longer mapped it is too late. */
+int cuMemHostUnregister(void *address) {
+    return !current || !address || msync(address, 1, MS_ASYNC) ? INVALID : pin(address, NULL, 0);
+}
 
 int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t size, void *stream) {
     memcpy(host, (void *)(uintptr_t)device, size);

@@ -1,8 +1,10 @@
 """Device memory that is given back, against a stand-in for CUDA's driver (stand_in.c)."""
 
 import ctypes
+import gc
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,10 @@ class Device:
     def limit(self, size: int) -> None:
         self._count("limit").value = size
 
+    def launch(self) -> None:
+        """Kernels that are in flight until someone waits for them."""
+        self._count("busy").value = 1
+
     def _count(self, name: str) -> ctypes.c_size_t:
         return ctypes.c_size_t.in_dll(self.library, f"quire_stand_in_{name}")
 
@@ -72,6 +78,9 @@ def device(stand_in, monkeypatch):
     for address in made.allocated:
         made.driver.free(address)
     assert made.bytes == 0
+    del made.memory
+    gc.collect()
+    assert made.pinned == 0, "what is pinned is never given back"
 
 
 def test_what_is_kept_is_there_again_at_the_same_address(device):
@@ -85,6 +94,32 @@ def test_what_is_kept_is_there_again_at_the_same_address(device):
         device.memory.restore(WEIGHTS, [])
         assert device.bytes == 7 * UNIT and all(map(device.holds, weights))
     assert pinned == device.pinned and pinned >= 5 * UNIT  # the host's memory is pinned once
+
+
+def test_memory_of_the_host_is_unpinned_before_it_is_unmapped(device):
+    small = device.allocate(WEIGHTS, UNIT)
+    device.memory.release(WEIGHTS, [], keep=True)
+    device.memory.restore(WEIGHTS, [])
+    assert device.pinned == UNIT
+    more = device.allocate(WEIGHTS, 3 * UNIT)
+    device.memory.release(WEIGHTS, [], keep=True)
+    assert device.pinned == 4 * UNIT, "the smaller copy is still pinned"
+    device.memory.restore(WEIGHTS, [])
+    assert device.holds(small) and device.holds(more)
+    # In a thread that never used the device.
+    dropped, device.memory = [device.memory], CudaMemory(device.driver)
+    thread = threading.Thread(target=lambda: (dropped.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+    assert device.pinned == 0
+
+
+def test_memory_is_freed_once_nothing_in_flight_uses_it(device):
+    address = device.allocate(WEIGHTS, UNIT)
+    device.launch()
+    device.driver.free(address)
+    del device.allocated[address]
+    assert device.bytes == 0
 
 
 def test_what_is_discarded_is_not(device):

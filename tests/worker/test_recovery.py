@@ -1,4 +1,5 @@
 import functools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,8 @@ import torch
 
 from quire.kernels.workspace import SharedWorkspace, reset_shared_workspaces
 from quire.messages.plan import DeviceLostError
+from quire.sleep_mode.memory import WEIGHTS, HostMemory
+from quire.sleep_mode.sleep import SleepMode
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
 from quire.worker.worker import Worker
@@ -24,6 +27,27 @@ def test_counters_are_zero_again_after_a_failed_step():
     assert CountingWorkspace.of(CPU).arrived is counters
     counters[2] = 7  # a launch counted, and the one that would have counted down never came
     Recovery(CPU, reset_shared_workspaces).after(RuntimeError("no memory for what lies between"))
+    assert counters.tolist() == [0, 0, 0, 0]
+
+
+def test_a_workspace_is_made_outside_of_the_pool_of_the_thread_that_needs_it():
+    """What it allocated there would be gone while the engine sleeps, and other engines use the workspace."""
+
+    class Workspace(SharedWorkspace):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.thread = threading.get_ident()
+
+    assert Workspace.of(CPU).thread != threading.get_ident()
+    assert Workspace.of(CPU) is Workspace.of(CPU)
+
+
+def test_counters_are_zero_when_an_engine_wakes():
+    sleep_mode = SleepMode(HostMemory())
+    sleep_mode.sleep(2)
+    counters = CountingWorkspace.of(CPU).arrived
+    counters[1] = 3
+    sleep_mode.wake([WEIGHTS])
     assert counters.tolist() == [0, 0, 0, 0]
 
 

@@ -39,6 +39,10 @@ class Copier(Protocol):
         """Wait until all jobs have ended."""
         ...
 
+    def close(self) -> None:
+        """Wait, too: there are no more jobs, and blocks and host memory may be freed."""
+        ...
+
 
 class OrderedCopier:
     """For a device that computes when it is told to: a copy is done when the call returns.
@@ -51,7 +55,7 @@ class OrderedCopier:
         (slots,) = memory.parts
         assert all(page[0].is_contiguous() for page in pages)
         self._held = (pages, slots)  # while their addresses are used
-        self._slots, self._slot_bytes = slots.data_ptr(), memory.slot_bytes
+        self._slots, self._stride = slots.data_ptr(), slots.stride(0) * slots.itemsize
         self._pages = [(page.data_ptr(), page.stride(0) * page.itemsize) for page in pages]
         self._page_bytes = memory.slot_bytes // len(pages)
         self._ended: list[tuple[CopyJob, float]] = []
@@ -71,7 +75,7 @@ class OrderedCopier:
     def _addresses(self, job: CopyJob) -> Iterator[tuple[int, int]]:
         """Of a page in each layer, for each block, and of its place in the slot."""
         for block, slot in zip(job.blocks.tolist(), job.slots.tolist(), strict=True):
-            at = self._slots + slot * self._slot_bytes
+            at = self._slots + slot * self._stride
             for pages, stride in self._pages:
                 yield pages + block * stride, at
                 at += self._page_bytes
@@ -90,4 +94,7 @@ class OrderedCopier:
         pass
 
     def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass

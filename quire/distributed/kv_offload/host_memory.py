@@ -32,6 +32,7 @@ class HostMemory:
         self.slot_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
         self.parts: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None  # while it allocates
+        self._end: Callable[[], object] | None = None
         if not pinned:
             # numpy maps zero pages, which cost nothing until used.
             size = self.slot_bytes // self.dtype.itemsize * num_slots
@@ -54,7 +55,12 @@ class HostMemory:
         self._thread = thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
         thread.start()
         # A thread inside torch while the interpreter exits aborts the process.
-        self.close = weakref.finalize(self, _stop, stop, thread, held)
+        self._end = weakref.finalize(self, _stop, stop, thread, held)
+
+    def close(self) -> None:
+        """No more is allocated, nor claimed."""
+        if self._end is not None:
+            self._end()
 
     @property
     def num_ready(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.distributed.kv_offload.staging import StagingMemory
@@ -50,7 +51,9 @@ class StreamPageWriter:
         with torch.cuda.stream(stream):
             stream.wait_event(mark)
             where = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-            found = source.parts[0][: len(blocks)].to(self._device, non_blocking=True)
+            found = torch.empty((len(blocks), *source.shape), dtype=source.dtype, device=self._device)
+            for at, slots in source.runs(np.arange(len(blocks))):
+                found[at : at + len(slots)].copy_(slots, non_blocking=True)
             for layer, pages in enumerate(self._pages):
                 pages.index_copy_(0, where, found[:, layer])
         stream.synchronize()

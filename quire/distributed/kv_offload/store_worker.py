@@ -128,6 +128,7 @@ class StoreWorker(KVConnector):
     def close(self) -> None:
         """Blocks that were copied are still written."""
         self._end_threads()
+        self._copier.close()
 
     # Saves
 

@@ -4,6 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +38,9 @@ class StreamCopier:
         self._device = pages[0].device
         self._table = page_table(pages)
         count = max(1, STAGING_BYTES // memory.slot_bytes)
-        shape = (2, count, *memory.shape)
-        self._saved, self._loaded = torch.empty(shape, dtype=memory.dtype, device=self._device)
+        # Two tensors: Triton compiles other kernels for pointers that are not aligned, as the half of one may be.
+        shape = (count, *memory.shape)
+        self._saved, self._loaded = (torch.empty(shape, dtype=memory.dtype, device=self._device) for _ in range(2))
         self._save_stream = torch.cuda.Stream(self._device)
         self._load_stream = torch.cuda.Stream(self._device)
         self._launched: dict[int, _Launched] = {}
@@ -51,7 +53,7 @@ class StreamCopier:
         self._loads = events
         thread = threading.Thread(target=_notify_of, args=(events, notify), name="quire-kv-loads", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, events, thread)
+        self._end = weakref.finalize(self, _stop, (self._save_stream, self._load_stream), events, thread)
 
     def save(self, job: CopyJob) -> None:
         stream, launched = self._save_stream, _new(job)
@@ -62,7 +64,7 @@ class StreamCopier:
             for start in range(0, len(job.blocks), len(self._saved)):
                 part = slice(start, start + len(self._saved))
                 staged = self._saved[: len(job.blocks[part])]
-                gather_blocks(self._pages, self._table, blocks[part], staged)
+                gather_blocks(self._pages, self._table, blocks, staged, start)
                 launched.read.record()
                 for at, slots in self._memory.runs(job.slots[part]):
                     slots.copy_(staged[at : at + len(slots)], non_blocking=True)
@@ -81,7 +83,7 @@ class StreamCopier:
                 for at, slots in self._memory.runs(job.slots[part]):
                     staged[at : at + len(slots)].copy_(slots, non_blocking=True)
                 stream.wait_event(writable)  # only now: plans in flight may still write to these blocks
-                scatter_blocks(self._pages, self._table, blocks[part], staged)
+                scatter_blocks(self._pages, self._table, blocks, staged, start)
             launched.read.record()
             launched.done.record()
         self._add(launched)
@@ -117,6 +119,9 @@ class StreamCopier:
         self._save_stream.synchronize()
         self._load_stream.synchronize()
 
+    def close(self) -> None:
+        self._end()
+
 
 def _new(job: CopyJob) -> _Launched:
     began, done = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
@@ -136,6 +141,9 @@ def _notify_of(events: Events, notify: Callable[[], None]) -> None:
         notify()
 
 
-def _stop(events: Events, thread: threading.Thread) -> None:
+def _stop(streams: Sequence[torch.cuda.Stream], events: Events, thread: threading.Thread) -> None:
+    with suppress(RuntimeError):  # of a device that is lost
+        for stream in streams:
+            stream.synchronize()
     events.put(None)
     thread.join()

@@ -77,3 +77,9 @@ class TierWorker(KVConnector):
         self._num_reported = report.num_slots
         waited = tuple(job.request_id for job in jobs if job.request_id is not None and self._asynchronous)
         return FinishedTransfers(received=waited, reports=(report,))
+
+    def close(self) -> None:
+        try:
+            self.copier.close()
+        finally:
+            self.memory.close()

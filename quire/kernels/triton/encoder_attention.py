@@ -10,7 +10,13 @@ from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
 
 LOG2E = tl.constexpr(1.4426950408889634)
-QUERIES, KEYS = 64, 64
+
+
+def tiles(head_bytes: int, has_bias: bool) -> tuple[int, int]:
+    """Queries and keys of a program, for which a Hopper's shared memory is large enough."""
+    if head_bytes > 512:
+        return (32, 32) if head_bytes <= 1024 else (16, 16)
+    return (64, 32) if head_bytes == 512 and has_bias else (64, 64)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "longest"])
@@ -103,7 +109,9 @@ def encoder_attention(
     q, k, v = norm_and_rope(qkv.contiguous(), shape.num_heads, shape.num_kv_heads, qk_norm, cos_sin)
     out = torch.empty(count, shape.num_heads * shape.head_size, dtype=qkv.dtype, device=qkv.device)
     bias = features.bias
-    grid = (triton.cdiv(count, QUERIES), shape.num_heads)
+    padded = max(16, triton.next_power_of_2(shape.head_size))
+    queries, keys = tiles(padded * qkv.itemsize, bias is not None)
+    grid = (triton.cdiv(count, queries), shape.num_heads)
     _encoder_attention_kernel[grid](
         q,
         k,
@@ -119,12 +127,12 @@ def encoder_attention(
         features.scale,
         0 if bias is None else (bias.shape[1] + 1) // 2,
         D=shape.head_size,
-        DP=max(16, triton.next_power_of_2(shape.head_size)),
+        DP=padded,
         GROUP=shape.group,
         WINDOW=features.window or 0,
         HAS_BIAS=bias is not None,
-        M=QUERIES,
-        TILE=KEYS,
+        M=queries,
+        TILE=keys,
         num_warps=4,
     )
     return out
