@@ -25,6 +25,8 @@ import numpy as np
 
 from quire.bench.machine import describe_machine
 
+SECONDS_TO_PIN = 120
+
 
 @dataclass
 class Options:
@@ -46,12 +48,13 @@ def run(options: Options) -> dict[str, Any]:
     llm = LLM(
         **({"model": options.model} if options.model else {}),
         load_format=options.load_format,
+        skip_tokenizer_init=True,  # prompts are token ids, and a folder may hold a shape alone
         kv_cache_memory_bytes=int(options.device_gib * 2**30),
         kv_offloading_size=options.tier_gib,
         max_model_len=options.tokens + options.output + 64,
     )
     try:
-        llm.generate([[1, 2, 3]], _params(2), use_tqdm=False)
+        wait_for_memory(llm)
         return {"chats": chats, "prompts": prompts, "churn": churn}[options.task](llm, options) | {"tier": tier(llm)}
     finally:
         llm.shutdown()
@@ -65,6 +68,34 @@ def _params(max_tokens: int) -> Any:
 
 def _prompt(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(10, 30000) for _ in range(count)]
+
+
+def wait_for_memory(llm: Any) -> None:
+    """Memory of a GPU's tier is pinned in the background, and until then nothing is saved there."""
+    end = time.monotonic() + SECONDS_TO_PIN
+    while _slots_to_come(llm):
+        if time.monotonic() > end:
+            raise RuntimeError(f"the tier's memory was not ready after {SECONDS_TO_PIN} s")
+        time.sleep(0.1)
+    settle(llm)
+
+
+def _connectors(llm: Any) -> list[Any]:
+    """Not by `collective_rpc`, which may change weights, so that the engine forgets what it has computed."""
+    transfers = llm.llm_engine.client.core.executor.worker.runner.transfers
+    return [] if transfers is None else transfers.connectors
+
+
+def _slots_to_come(llm: Any) -> int:
+    return sum(one.memory.num_slots - one.memory.num_ready for one in _connectors(llm))
+
+
+def settle(llm: Any) -> None:
+    """Some steps, with which what is left is saved; then one by which the scheduler hears of it."""
+    for steps in (16, 2):
+        llm.generate([[1, 2, 3]], _params(steps), use_tqdm=False)
+        for connector in _connectors(llm):
+            connector.copier.drain()
 
 
 def tier(llm: Any) -> dict[str, Any] | None:
@@ -94,11 +125,15 @@ def chats(llm: Any, options: Options) -> dict[str, Any]:
 def prompts(llm: Any, options: Options) -> dict[str, Any]:
     draw = random.Random(options.seed)
     given = [_prompt(draw, options.tokens) for _ in range(options.users)]
-    others = [_prompt(draw, options.tokens) for _ in range(options.users)]
+    others = [_prompt(draw, options.tokens) for _ in range(2 * options.users)]
     cold, _ = timed(llm, given, 1)
+    settle(llm)
     device, _ = timed(llm, given, 1)
-    while min(_cached(llm, given)) > 0 and others:
-        timed(llm, [others.pop()], 1)  # until none of them is on the device any more
+    while max(_cached(llm, given)) > 0:
+        if not others:
+            raise RuntimeError("the device is too large for other prompts to push these out of it (--device-gib)")
+        timed(llm, [others.pop()], 1)
+    settle(llm)
     returned, outputs = timed(llm, given, 1)
     return {"cold": cold, "device": device, "tier": returned, "cached": [one.num_cached_tokens for one in outputs]}
 

@@ -3,6 +3,7 @@ import math
 import os
 import tarfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.bench.internal import anchors
 from quire.bench.internal.anchors import CPU_BARS, H200_BARS, SERVING_BARS, Bar
 from quire.bench.internal.card import child, models
 from quire.bench.internal.card.child import (
+    Event,
     Failed,
     Measured,
     PartStarted,
@@ -316,6 +318,17 @@ def test_a_tiny_card_from_start_to_end(tmp_path: Path, capfd: pytest.CaptureFixt
     lines = text.splitlines()
     assert lines[-1].startswith("whole card:")
     assert any(line.startswith("  ctx6k time per output token, ms") for line in lines[-12:])
+
+
+def test_an_interrupted_card_writes_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(task: Task, limit: float, on_event: Callable[[Event, float], None]) -> None:
+        on_event(Measured("prefill", 0, {"prefill": 1000.0}, {}, 1.0), 0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quire.bench.internal.card.command.run_task", interrupted)
+    file = tmp_path / "card.json"
+    assert main(["bench", "card", "--models", "tiny", "--device", "cpu", "--output", str(file)]) == 130
+    assert read_card(file)["models"]["tiny"]["figures"]["prefill"]["values"] == [1000.0]
 
 
 def test_a_tiny_cpu_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
