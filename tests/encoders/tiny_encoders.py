@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from tests.tiny_models import of_transformers
+
 LENGTHS = (1, 2, 7, 16, 33, 60, 100, 128)
 COMMON = {
     "vocab_size": 211,
@@ -61,12 +63,10 @@ def prompts(vocab: int = 211) -> list[list[int]]:
 
 def save_tiny_encoder(family: str, folder: Path, task: str = "Model"):
     """`task`: the end of the class's name, as in BertForMaskedLM."""
-    import transformers
-
     prefix, differences = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**(COMMON | differences))
+    config, kind = of_transformers(f"{prefix}Config"), of_transformers(prefix + task)
     torch.manual_seed(0)
-    model = getattr(transformers, prefix + task)(config).eval()
+    model = kind(config(**(COMMON | differences))).eval()
     with torch.no_grad():
         for weight in model.parameters():  # transformers starts biases with zero, norms with one
             if weight.dim() == 1:

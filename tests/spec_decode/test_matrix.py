@@ -35,7 +35,7 @@ FORM = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type":
 NONE: dict[str, Any] = {}
 REQUESTS: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 1.1),
-    "filters": (NONE, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}),
+    "filters": (NONE, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}),
     "penalties": (
         NONE,
         {"presence_penalty": 0.5, "frequency_penalty": 1.2, "repetition_penalty": 1.4},
@@ -58,6 +58,9 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "prompt": ([40, 50, 60], [*range(40, 70)], [*range(40, 66), 7, 8, 9]),  # the last two have a prefix in common
 }
 MAX_TOKENS = 40
+# With these seeds no draw of the five families is decided by rounding: logits differ by 3e-6 between steps of other
+# shapes, and no token is within 1e-5 of the threshold of min-p, top-k or top-p, nor a number within 1e-6 of another's.
+FIRST_SEED = 1100
 RUN_ALL = os.environ.get("QUIRE_SPEC_MATRIX") == "all"
 BLOCKS = 400  # enough for all requests at a time
 
@@ -96,7 +99,7 @@ def generate(model: str, **options: Any) -> list[Any]:
     options = {"num_gpu_blocks_override": BLOCKS, "max_num_seqs": 48, "cpu_threads": 1, "block_size": 8} | options
     with LLM(model, dtype="float32", max_model_len=96, use_tqdm_on_load=False, **options) as llm:
         prompts = [{"prompt_token_ids": kind["prompt"]} for kind in KINDS]
-        wanted = [params(kind, seed) for seed, kind in enumerate(KINDS)]
+        wanted = [params(kind, seed) for seed, kind in enumerate(KINDS, FIRST_SEED)]
         priority = [i % 3 for i in range(len(KINDS))] if options.get("scheduling_policy") == "priority" else None
         outputs = llm.generate(prompts, wanted, use_tqdm=False, priority=priority)
         core = llm.llm_engine.client.core
