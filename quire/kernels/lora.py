@@ -1,11 +1,16 @@
 """The low-rank terms of adapters: each row's own, added to the outputs of a linear layer."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
 from quire.kernels import native
 from quire.kernels.dispatch import use_triton
+from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.lora import GroupedTokens
 
 MAX_PARTS = 3  # query, key and value
 
@@ -30,6 +35,15 @@ class LowRank:
         return first, second
 
 
+@dataclass(frozen=True)
+class RowTerms:
+    """The terms of a few rows, whose outer product is part of the base's kernel (`skinny_linear`)."""
+
+    inner: torch.Tensor  # [rows, splits, parts * rank] float32: their inner products by A, in parts of the inputs
+    slots: torch.Tensor  # [rows or more] int32
+    w: LowRank
+
+
 def add_low_rank_torch(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, w: LowRank) -> None:
     slots = slots[: len(x)]
     for slot in slots[slots >= 0].unique().tolist():
@@ -47,18 +61,53 @@ def add_low_rank(
     x: torch.Tensor,  # [N, in]
     slots: torch.Tensor,  # [N or more] int32: each row's; -1 for none, whose outputs are not touched
     w: LowRank,
+    grouped: Optional["GroupedTokens"] = None,  # the slots' `group_tokens`, if there are already
 ) -> None:
-    """out += B[slot] (A[slot] x), row by row. A row's bits do not depend on the other rows."""
+    """out += B[slot] (A[slot] x), row by row. A row's bits do not depend on the other rows; on a GPU they do on which
+    range of TILINGS (kernels/triton/lora.py) has their number."""
     if use_triton(x):
         from quire.kernels.triton import lora as kernel
 
-        kernel.add_low_rank(out, x, slots, w.ranks, w.a, w.b, w.boundaries)
+        if grouped is None:
+            grouped = kernel.group_tokens(slots[: len(x)], len(w.a))
+        kernel.add_low_rank(out, x, grouped, w.ranks, w.a, w.b, w.boundaries)
     elif native.serves(x):
         from quire.kernels.native import lora as native_lora
 
         native_lora.add_low_rank(out, x, slots, w.ranks, w.a, w.b, w.boundaries)
     else:
         add_low_rank_torch(out, x, slots, w)
+
+
+def row_terms(x: torch.Tensor, norm: RMSNormParams | None, slots: torch.Tensor, w: LowRank) -> RowTerms:
+    """A[slot] x, or A[slot] norm(x), of a few rows, to be multiplied by B in `skinny_linear`."""
+    if use_triton(x):
+        from quire.kernels.triton import lora as kernel
+
+        return RowTerms(kernel.shrink_rows(x, norm, slots, w.ranks, w.a), slots, w)
+    normed = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
+    return RowTerms(torch.einsum("nk,nrk->nr", normed, w.a[slots[: len(x)].long()].float())[:, None], slots, w)
+
+
+def sums_of_terms_torch(terms: RowTerms) -> torch.Tensor:
+    """[rows, outputs] float32."""
+    w, rows = terms.w, len(terms.inner)
+    sums = torch.zeros(rows, w.b.shape[1], device=w.b.device)
+    for row, slot in enumerate(terms.slots[:rows].tolist()):
+        if slot >= 0 and w.ranks[slot]:
+            inner = terms.inner[row].sum(0).split(w.rank)
+            factors = w.b[slot].float().tensor_split(w.ends[:-1])
+            sums[row] = torch.cat([b @ h for h, b in zip(inner, factors, strict=True)])
+    return sums
+
+
+def group_tokens(slots: torch.Tensor, num_slots: int) -> Optional["GroupedTokens"]:
+    """Once for all layers of a step, for kernels that want it."""
+    if not use_triton(slots):
+        return None
+    from quire.kernels.triton import lora as kernel
+
+    return kernel.group_tokens(slots, num_slots)
 
 
 def slots_of_tokens_torch(rows: torch.Tensor, token_rows: torch.Tensor | None, row_slots: torch.Tensor) -> torch.Tensor:

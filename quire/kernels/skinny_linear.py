@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.dispatch import early_launch, supports_triton, use_triton
+from quire.kernels.lora import RowTerms, sums_of_terms_torch
 from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
@@ -29,6 +30,7 @@ def skinny_linear_torch(
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
     groups: Groups | None = None,
+    terms: RowTerms | None = None,
 ) -> torch.Tensor:
     """The reference, in float32: see `skinny_linear`."""
     out_dtype = out_dtype or x.dtype
@@ -40,6 +42,8 @@ def skinny_linear_torch(
     if weight_scale is not None:
         right = right * (weight_scale.view(-1, 1) if groups is None else expand_scales(weight_scale, groups))
     y = F.linear(left, right, None if bias is None else bias.float())
+    if terms is not None:
+        y = y + sums_of_terms_torch(terms)
     if silu:
         y = silu_mul_torch(y)
     if residual is not None:
@@ -61,19 +65,20 @@ def skinny_linear(
     out_dtype: torch.dtype | None = None,  # default: that of x
     pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
     groups: Groups | None = None,
+    terms: RowTerms | None = None,  # of adapters, added to the product; gemv only, at most MAX_FUSED_ROWS rows
 ) -> torch.Tensor:
     """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_skinny_linear`."""
     if not use_triton(x):
         return skinny_linear_torch(
             x, weight, bias, weight_scale=weight_scale, x_scale=x_scale,
-            residual=residual, norm=norm, silu=silu, out_dtype=out_dtype, groups=groups,
+            residual=residual, norm=norm, silu=silu, out_dtype=out_dtype, groups=groups, terms=terms,
         )  # fmt: skip
     from quire.kernels.triton import skinny_linear as kernel
 
     dtype = out_dtype or x.dtype
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
     return kernel.skinny_linear(
-        x, weight, config, bias, weight_scale, x_scale, residual, norm, silu, dtype, pdl, groups
+        x, weight, config, bias, weight_scale, x_scale, residual, norm, silu, dtype, pdl, groups, terms
     )  # fmt: skip
 
 

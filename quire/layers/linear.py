@@ -225,3 +225,8 @@ class RowParallelLinear(ParallelLinear):
 def can_fuse(*linears: ParallelLinear) -> bool:
     """Whether all have `fused`; known once weights are loaded."""
     return all(linear.method.can_fuse(linear) for linear in linears)
+
+
+def can_fuse_terms(*linears: ParallelLinear) -> bool:
+    """Whether `fused` is for steps with adapters, too: those that take none do not care."""
+    return all(getattr(linear.method, "fuses_terms", True) for linear in linears)

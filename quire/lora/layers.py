@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank
+from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank, row_terms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
@@ -16,6 +16,7 @@ from quire.layers.packed_experts import PackedExperts
 from quire.lora.factors import Factors
 from quire.lora.state import LoRAState
 from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
+from quire.quantization.fused_linear import FusedLinearMixin
 
 
 @runtime_checkable
@@ -88,7 +89,7 @@ class LoRALinearMethod:
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = self.base.apply(layer, x, bias)
         if self.state.active:
-            add_low_rank(out, x, self.state.slots, layer.low_rank)  # type: ignore[arg-type]
+            add_low_rank(out, x, self.state.slots, layer.low_rank, self.state.grouped)  # type: ignore[arg-type]
         return out
 
     def apply_fused(
@@ -100,8 +101,16 @@ class LoRALinearMethod:
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:
-        assert not self.state.active, "steps with adapters take the path that is not fused"
-        return self.base.apply_fused(layer, x, bias, norm, residual, silu)
+        if not self.state.active:
+            return self.base.apply_fused(layer, x, bias, norm, residual, silu)
+        assert isinstance(self.base, FusedLinearMixin)
+        terms = row_terms(x, norm, self.state.slots, layer.low_rank)  # type: ignore[arg-type]
+        return self.base.apply_fused(layer, x, bias, norm, residual, silu, terms)
+
+    @property
+    def fuses_terms(self) -> bool:
+        """Whether `apply_fused` is for steps with adapters, too."""
+        return isinstance(self.base, FusedLinearMixin)
 
     def can_fuse(self, layer: nn.Module) -> bool:
         return self.base.can_fuse(layer)
@@ -128,8 +137,9 @@ class LoRAHeadMethod(LoRALinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = self.base.apply(layer, x, bias)
-        if self.state.logit_slots is not None:
-            add_low_rank(out, x, self.state.logit_slots, layer.low_rank)  # type: ignore[arg-type]
+        state = self.state
+        if state.logit_slots is not None:
+            add_low_rank(out, x, state.logit_slots, layer.low_rank, state.logits_grouped)  # type: ignore[arg-type]
         return out
 
 
@@ -148,7 +158,7 @@ class LoRAEmbeddingMethod(LoRALinearMethod):
         slots = self.state.slots[: len(ids)]
         inner = by_id.flatten(0, 1)[slots.clamp(min=0).long() * by_id.shape[1] + ids]
         found = found.contiguous()
-        add_low_rank(found, inner, slots, w)
+        add_low_rank(found, inner, slots, w, self.state.grouped)
         return found
 
     def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
@@ -212,7 +222,7 @@ class ExpertTerms:
         self, w: LowRank, out: torch.Tensor, x: torch.Tensor, expert: int, rows: torch.Tensor | None
     ) -> torch.Tensor:
         slots = self.state.slots if rows is None else self.state.slots[rows]
-        add_low_rank(out, x, slots, expert_of(w, expert))
+        add_low_rank(out, x, slots, expert_of(w, expert), self.state.grouped if rows is None else None)
         return out
 
 

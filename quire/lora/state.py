@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from quire.kernels.lora import write_slots_of_tokens
+from quire.kernels.lora import group_tokens, write_slots_of_tokens
 from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.lora import GroupedTokens
 
 
 class LoRAState:
@@ -20,8 +24,10 @@ class LoRAState:
         self.device = device
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
+        self.grouped: GroupedTokens | None = None  # the step's tokens by adapter, where kernels want it
         self.head_takes_adapters = False
         self.logit_slots: torch.Tensor | None = None  # by row of the logits that are being computed
+        self.logits_grouped: GroupedTokens | None = None
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._of_rows = np.full(max_rows, -1, np.int32)  # the same on the host
         self._slot_of: dict[int, int] = {}  # by lora_id
@@ -56,13 +62,16 @@ class LoRAState:
         """Inside, a head that takes adapters adds the terms of these tokens of the step."""
         if self.active and self.head_takes_adapters:
             self.logit_slots = self.slots[tokens]
+            self.logits_grouped = self.grouped if isinstance(tokens, slice) and tokens == slice(None) else None
         try:
             yield
         finally:
-            self.logit_slots = None
+            self.logit_slots = self.logits_grouped = None
 
     def start_step(self, rows: torch.Tensor, token_rows: torch.Tensor | None, active: bool) -> None:
         """Before the layers run: rows and token_rows as prepare_inputs has them."""
         self.active = active
         if active:
             write_slots_of_tokens(self.slots, rows, token_rows, self._row_slots)
+            count = len(rows if token_rows is None else token_rows)
+            self.grouped = group_tokens(self.slots[:count], self.max_loras)

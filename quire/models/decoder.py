@@ -160,7 +160,7 @@ class DecoderModel(nn.Module):
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids; the stream of the stage before
     ) -> torch.Tensor:  # [N, hidden]: what the head multiplies, or the stream for the next stage
         x, angles = self._first_stream(input_ids, positions, inputs_embeds)
-        if len(x) <= self.max_fused_rows and not ctx.adapters:
+        if len(x) <= self.max_fused_rows and not (ctx.adapters and self._splits_terms()):
             return self._forward_fused(x, angles, ctx)
         x, residual = self._through(list(self._layers()), x, angles, ctx)
         streams = ctx.streams
@@ -211,6 +211,10 @@ class DecoderModel(nn.Module):
         if self.embed_positions is not None:
             x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)
         return x, [rotary(positions) for rotary in self.rotaries]
+
+    def _splits_terms(self) -> bool:
+        """Whether adapters need layers that are not fused."""
+        return not all(layer.fuses_terms for layer in self._layers())
 
     def _through(
         self, layers: Sequence[DecoderLayer], x: torch.Tensor, angles: list[Angles], ctx: ForwardContext

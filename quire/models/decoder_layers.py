@@ -21,6 +21,7 @@ from quire.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
     can_fuse,
+    can_fuse_terms,
 )
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
@@ -65,6 +66,11 @@ class FeedForward(Protocol):
     @property
     def max_fused_rows(self) -> int:
         """Known once weights are loaded."""
+        ...
+
+    @property
+    def fuses_terms(self) -> bool:
+        """Whether `forward_fused` is for steps with adapters, too."""
         ...
 
 
@@ -157,6 +163,10 @@ class SelfAttention(nn.Module):
         return can_fuse(self.qkv_proj, self.o_proj)
 
     @property
+    def fuses_terms(self) -> bool:
+        return can_fuse_terms(self.qkv_proj, self.o_proj)
+
+    @property
     def writes_apart(self) -> bool:
         """Whether `write` and `attend` do what a call does."""
         return is_plain(self, SelfAttention, "attended") and is_plain(self.attn, Attention)
@@ -233,6 +243,10 @@ class MLP(nn.Module):
         fuses = self.gated and self.activation == SILU and can_fuse(self.up_proj, self.down_proj)
         return MAX_FUSED_ROWS if fuses else 0
 
+    @property
+    def fuses_terms(self) -> bool:
+        return can_fuse_terms(self.up_proj, self.down_proj)
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, build: BuildContext, layer: int, mlp: FeedForward) -> None:
@@ -305,6 +319,10 @@ class DecoderLayer(nn.Module):
         """Limit of rows for forward_fused(); known once weights are loaded."""
         fuses = self.fusable and self.self_attn.fuses
         return min(MAX_FUSED_ROWS, self.mlp.max_fused_rows) if fuses else 0
+
+    @property
+    def fuses_terms(self) -> bool:
+        return self.self_attn.fuses_terms and self.mlp.fuses_terms
 
     def _block_output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is not None:

@@ -10,7 +10,13 @@ from quire.attention.indexed import IndexInputs
 from quire.config.values import finite_number, whole_number
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.latent_attention import IndexedLatentAttention, IndexSizes, LatentAttention, LatentSizes
-from quire.layers.linear import ColumnParallelLinear, QueryAndLatentLinear, RowParallelLinear, can_fuse
+from quire.layers.linear import (
+    ColumnParallelLinear,
+    QueryAndLatentLinear,
+    RowParallelLinear,
+    can_fuse,
+    can_fuse_terms,
+)
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope_scaling import MAX_NUMBER, yarn_magnitude
 from quire.layers.rotary import MAX_POSITIONS, RopeParameters
@@ -117,6 +123,10 @@ class LatentSelfAttention(nn.Module):
     @property
     def fuses(self) -> bool:
         return can_fuse(self.in_proj, self.o_proj)
+
+    @property
+    def fuses_terms(self) -> bool:
+        return can_fuse_terms(self.in_proj, self.o_proj)
 
     @property
     def writes_apart(self) -> bool:

@@ -174,6 +174,10 @@ class SparseMLP(nn.Module):
     def max_fused_rows(self) -> int:
         return self.experts.max_fused_rows if self.shared is None or self.experts.has_shared else 0
 
+    @property
+    def fuses_terms(self) -> bool:
+        return False
+
     def load_slots(self) -> Slots:
         slots = self.dummy_slots()
         if isinstance(self.experts, FusedMoE) and self.experts.has_shared:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from quire.kernels.lora import RowTerms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_linear import can_fuse, fused_config_for, skinny_linear
 from quire.kernels.skinny_table import for_groups
@@ -24,12 +25,15 @@ class FusedLinearMixin:
         norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
+        terms: RowTerms | None = None,
     ) -> torch.Tensor:
+        """`terms`: of adapters, added to the product."""
         weight, scale = layer.weight, getattr(layer, "weight_scale", None)
         assert isinstance(weight, torch.Tensor)
         config, groups = fused_config_for(len(x), weight), getattr(layer, "scale_groups", None)
         if groups is not None:
             config = for_groups(config, groups)
         return skinny_linear(
-            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu, groups=groups
-        )
+            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu,
+            groups=groups, terms=terms,
+        )  # fmt: skip

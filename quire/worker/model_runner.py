@@ -384,13 +384,14 @@ class ModelRunner:
         some requests' sampling needs are listed, to be compiled while the engine serves."""
         if not self.use_graphs or self._compiling is not None:
             return
+        from quire.kernels.triton.lora import TOKEN_COUNTS
         from quire.kernels.triton.precompile import collecting, compile_all
 
         buffers = StepBuffers(len(self.rows.num_tokens), 0, (), self.device)
         self._compiling = True
         with collecting() as jobs, self.model.one_layer_of_each_kind():
             for adapters in (False, True) if self.lora is not None else (False,):
-                for num_tokens in (16, *self.model.kernel_row_counts):
+                for num_tokens in (16, *self.model.kernel_row_counts, *(TOKEN_COUNTS if adapters else ())):
                     if num_tokens <= max_tokens:
                         self.run_padding(num_tokens, adapters)
                 for num_rows in COMPILED_ROWS:

@@ -5,20 +5,7 @@ import torch
 
 from quire import SamplingParams
 from tests.kernels import lora_cases
-from tests.lora.random_adapters import (
-    COUNT,
-    GREEDY,
-    LORA_IDS,
-    PROMPTS,
-    Case,
-    complete,
-    engine_with,
-    executor,
-    finish,
-    runner,
-    start,
-    texts,
-)
+from tests.lora.random_adapters import COUNT, GREEDY, LORA_IDS, PROMPTS, Case, runner, texts
 from tests.tiny_models import greedy
 
 pytestmark = [
@@ -33,6 +20,19 @@ SCORED = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logpro
 @pytest.mark.parametrize("layer", lora_cases.LAYERS)
 def test_low_rank_terms(layer, slots, dtype):
     lora_cases.check(layer, slots, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [200, 257, 2100])
+def test_many_tokens(count, dtype):
+    lora_cases.check_many_tokens("cuda", dtype, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [[1], [0, 1], [-1, 0], [2, -1]])
+@pytest.mark.parametrize("case", lora_cases.ROW_CASES)
+def test_rows_whose_terms_the_base_product_has(case, slots, dtype):
+    lora_cases.check_rows(case, slots, "cuda", dtype)
 
 
 def test_kernels_of_slots_and_infinite_weights():
@@ -62,25 +62,26 @@ def test_each_request_gets_the_text_of_its_merged_model(case, eager, copies):
     with case.engine(device="cuda", enforce_eager=eager, max_num_seqs=64) as engine:
         graphs = runner(engine).graphs
         assert eager or {key.adapters for key in graphs._captured} == {False, True}
-        found = complete(engine, PROMPTS * copies, LORA_IDS * copies, GREEDY)
+        found = case.complete(engine, PROMPTS * copies, LORA_IDS * copies, GREEDY)
         assert texts(found) == case.texts * copies
 
 
 @pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 33}, {"num_gpu_blocks_override": 22}])
 def test_chunks_and_preemption(case, settings):
     with case.engine(device="cuda", **settings) as engine:
-        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
+        assert texts(case.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
 
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_few_rows_in_bf16(small, count, eager):
-    """One or two rows without adapters take the fused path, with adapters another one."""
+    """One or two rows take the fused path, without adapters and with."""
     with small.engine(device="cuda", dtype="bfloat16", enforce_eager=eager) as engine:
         if count <= 2 and small.models[0].config.model_type == "llama":
-            assert runner(engine).model.max_fused_rows >= count
+            model = runner(engine).model
+            assert model.max_fused_rows >= count and all(layer.fuses_terms for layer in model.layers)
         for lora_ids in ([1, 2, *LORA_IDS][:count], [0] * count, [0, 3, *LORA_IDS][:count]):
-            found = complete(engine, PROMPTS[:count], lora_ids, SCORED)
+            found = small.complete(engine, PROMPTS[:count], lora_ids, SCORED)
             assert small.worst_error(found, PROMPTS[:count], lora_ids) < 0.02
             others = [(lora_id + 1) % 4 for lora_id in lora_ids]
             assert count < 8 or small.worst_error(found, PROMPTS[:count], others) > 0.05
@@ -88,24 +89,21 @@ def test_few_rows_in_bf16(small, count, eager):
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_steps_without_adapters_have_the_bits_of_an_engine_without_them(small, count):
-    def answers(adapters):
-        with engine_with(small.path, adapters, small.experts, device="cuda", dtype="bfloat16") as engine:
-            found = complete(engine, PROMPTS[:count], [0] * count, SCORED)
+    def answers(**settings):
+        with small.engine(device="cuda", dtype="bfloat16", **settings) as engine:
+            found = small.complete(engine, PROMPTS[:count], [0] * count, SCORED)
             captured = runner(engine).graphs._captured
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found], len(captured)
 
-    with_capacity, captured = answers(small.adapters)
-    assert answers([]) == (with_capacity, captured // 2)
+    with_capacity, captured = answers()
+    without = {"enable_lora": False, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": None}
+    assert answers(**without) == (with_capacity, captured // 2)
 
 
 def test_a_slot_is_refilled_behind_its_last_reader(case):
     """Steps are only enqueued: the copies into the slot must come after those that still read it."""
     prompt = PROMPTS[1]
-    with engine_with(case.path, case.adapters[:1], case.experts, device="cuda") as engine:
-        for lora_id, adapter in ((1, 0), (2, 1), (3, 2), (4, 0)):
-            if lora_id > 1:
-                executor(engine).remove_adapter(lora_id - 1)
-                executor(engine).set_adapter(lora_id, case.adapters[adapter].ours)
-            start(engine, str(lora_id), prompt, lora_id, GREEDY)
-            output = finish(engine)[str(lora_id)]
-            assert texts([output])[0] == greedy(case.models[1 + adapter], prompt, COUNT)[0]
+    with case.engine(device="cuda", max_loras=1) as engine:
+        for lora_id in (1, 2, 3, 1):
+            output = case.complete(engine, [prompt], [lora_id], GREEDY)
+            assert texts(output)[0] == greedy(case.models[lora_id], prompt, COUNT)[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tests.kernels.interpreter_fix  # noqa: F401
+from quire.kernels.triton.lora import Tiling
 from tests.kernels import lora_cases
 
 
@@ -24,3 +25,20 @@ def test_rank_0_leaves_outputs_as_they_are():
 
 def test_slots_of_tokens():
     lora_cases.check_slots_of_tokens("cpu")
+
+
+@pytest.mark.parametrize("count", [40, 100])
+def test_many_tokens(monkeypatch, count):
+    """Tilings as of thousands of tokens."""
+    from quire.kernels.triton import lora
+
+    few, some, many = (Tiling(most, 16, splits, 32, 1) for most, splits in ((16, 8), (64, 4), (1 << 30, 1)))
+    monkeypatch.setattr(lora, "TILINGS", (few, some, many))
+    lora_cases.check_many_tokens("cpu", torch.float32, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("slots", [[1], [0, 1], [-1, 0], [2, -1]])
+@pytest.mark.parametrize("case", lora_cases.ROW_CASES)
+def test_rows(case, slots, dtype):
+    lora_cases.check_rows(case, slots, "cpu", dtype)

@@ -6,9 +6,12 @@ from quire.kernels.lora import (
     LowRank,
     add_low_rank,
     add_low_rank_torch,
+    row_terms,
     slots_of_tokens_torch,
     write_slots_of_tokens,
 )
+from quire.kernels.skinny_linear import prepare_skinny_linear, skinny_linear, skinny_linear_torch
+from quire.kernels.skinny_table import SkinnyConfig
 
 LAYERS = {  # inputs, sizes of the outputs' parts, rank
     "plain": (192, (72,), 8),
@@ -88,3 +91,79 @@ def check_slots_of_tokens(device: str) -> None:
         write_slots_of_tokens(out, rows, token_rows, row_slots)
         assert out.tolist() == wanted + [7] * (10 - len(wanted))
         assert slots_of_tokens_torch(rows, token_rows, row_slots).tolist() == wanted
+
+
+def check_many_tokens(device: str, dtype: torch.dtype, count: int) -> None:
+    """A tile has one slot, whatever the order of tokens and the number of slots."""
+    torch.manual_seed(count)
+    num_slots, sizes, rank = 5, (96, 32, 32), 8
+    a = torch.randn(num_slots, 3 * rank, 128) / 128**0.5
+    b = torch.randn(num_slots, sum(sizes), rank) / rank**0.5
+    x, out = torch.randn(count, 128), torch.randn(count, sum(sizes))
+    a, b, x, out = (tensor.to(device, dtype) for tensor in (a, b, x, out))
+    slots = torch.randint(-1, num_slots, (count,), dtype=torch.int32)
+    slots[count // 3 : count // 2] = 2
+    ranks = torch.tensor([8, 3, 8, 0, 8], dtype=torch.int32)
+    for slot, own in enumerate(ranks.tolist()):
+        a.view(num_slots, 3, rank, 128)[slot, :, own:] = 0
+        b[slot, :, own:] = 0
+    slots, ranks = slots.to(device), ranks.to(device)
+    w = LowRank(a, b, (96, 128, 160), ranks)
+    wanted, before = out.clone(), out.clone()
+    add_low_rank_torch(wanted, x, slots, w)
+    add_low_rank(out, x, slots, w)
+    exact = dtype is torch.float32
+    torch.testing.assert_close(out, wanted, atol=5e-5 if exact else 4e-2, rtol=1e-4 if exact else 2e-2)
+    untouched = (slots < 0) | (slots == 3)
+    assert torch.equal(out[untouched], before[untouched])
+
+
+ROW_CASES = {  # inputs, sizes of the outputs' parts, rank, kernel, norm, silu
+    "query, key, value in one step": (256, (64, 24, 24), 8, SkinnyConfig("gemv", 4, 256), True, False),
+    "gate and up in one step": (256, (48, 48), 20, SkinnyConfig("gemv", 4, 256), True, True),
+    "down in steps": (300, (72,), 16, SkinnyConfig("gemv", 4, 128), False, False),
+    "down in a pipeline": (512, (72,), 40, SkinnyConfig("gemv", 2, 128, stages=2), False, False),
+}
+
+
+def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> None:
+    """One or two rows, whose terms the base's product has."""
+    num_inputs, sizes, rank, config, has_norm, silu = ROW_CASES[case]
+    torch.manual_seed(1)
+    rows, outputs = len(slots), sum(sizes)
+    shapes = {
+        "a": (3, len(sizes) * rank, num_inputs),
+        "b": (3, outputs, rank),
+        "x": (rows, num_inputs),
+        "weight": (outputs, num_inputs),
+        "gain": (num_inputs,),
+        "residual": (rows, outputs // 2 if silu else outputs),
+    }
+    drawn = {name: torch.randn(shape) for name, shape in shapes.items()}
+    scales = {"a": num_inputs**-0.5, "b": rank**-0.5, "weight": num_inputs**-0.5}
+    given = {name: (tensor * scales.get(name, 1.0)).to(device, dtype) for name, tensor in drawn.items()}
+    of_rows = torch.tensor([*slots, 0], dtype=torch.int32, device=device)
+    ranks = torch.tensor([rank, rank - 3, 0], dtype=torch.int32, device=device)
+    given["b"][1, :, rank - 3 :] = 0
+    w = LowRank(given["a"], given["b"], tuple(torch.tensor(sizes).cumsum(0).tolist()), ranks)
+    norm = (given["gain"], 1e-5) if has_norm else None
+    residual = None if silu else given["residual"]
+    prepare_skinny_linear(torch.device(device))
+    terms = row_terms(given["x"], norm, of_rows, w)
+    options = {"norm": norm, "silu": silu, "residual": residual, "terms": terms}
+    out = skinny_linear(given["x"], given["weight"], config=config, **options)
+
+    plain = given["x"].float()
+    if norm is not None:
+        plain = plain * torch.rsqrt((plain * plain).mean(1, keepdim=True) + norm[1]) * norm[0].float()
+    product = plain @ given["weight"].float().T
+    add_low_rank_torch(product, plain, of_rows, LowRank(w.a.float(), w.b.float(), w.ends, ranks))
+    if silu:
+        gate, up = product.chunk(2, dim=1)
+        product = torch.nn.functional.silu(gate) * up
+    wanted = product if residual is None else product + residual.float()
+    exact = dtype is torch.float32
+    tolerance = {"atol": 1e-4 if exact else 3e-2, "rtol": 1e-4 if exact else 2e-2}
+    torch.testing.assert_close(out.float(), wanted, **tolerance)
+    reference = skinny_linear_torch(given["x"], given["weight"], **options)
+    torch.testing.assert_close(reference.float(), wanted, **tolerance)

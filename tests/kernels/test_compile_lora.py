@@ -8,21 +8,59 @@ import torch
 pytest.importorskip("triton")
 
 from quire.kernels.dispatch import INTERPRETED
-from quire.kernels.triton import lora
+from quire.kernels.lora import LowRank, RowTerms
+from quire.kernels.skinny_table import choose_fused
+from quire.kernels.triton import lora, skinny_linear
 from tests.kernels.launched import launched
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 
+# Of a model of 8B parameters: inputs, outputs, where parts of these end.
+LAYERS = {"query, key, value": (4096, (4096, 5120, 6144)), "gate, up": (4096, (14336, 28672)), "down": (14336, (4096,))}
 
-@pytest.mark.parametrize("rank", [16, 256])
-def test_registers_hold_a_tile(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of query, key and value of a model of 8B parameters."""
-    a, b, x, out = (
-        torch.empty(shape, dtype=torch.bfloat16)
-        for shape in ((2, 3 * rank, 4096), (2, 6144, rank), (1, 4096), (1, 6144))
-    )
-    slots, ranks = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    kernels = launched(monkeypatch, lambda: lora.add_low_rank(out, x, slots, ranks, a, b, (4096, 5120)))
-    assert [kernel.name for kernel in kernels] == ["_shrink_kernel", "_expand_kernel"]
+
+def weights(layer: str, rank: int) -> LowRank:
+    num_inputs, ends = LAYERS[layer]
+    shapes = ((2, len(ends) * rank, num_inputs), (2, ends[-1], rank))
+    a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    return LowRank(a, b, ends, torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("tokens", [1, 257, 2049])
+@pytest.mark.parametrize(("layer", "rank"), [("query, key, value", 16), ("query, key, value", 256), ("down", 16)])
+def test_registers_hold_a_tile(layer, rank, tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weights(layer, rank)
+    x, out = (torch.empty(tokens, size, dtype=torch.bfloat16) for size in (LAYERS[layer][0], LAYERS[layer][1][-1]))
+
+    def call() -> None:
+        grouped = lora.group_tokens(torch.zeros(tokens, dtype=torch.int32), 2)
+        lora.add_low_rank(out, x, grouped, w.ranks, w.a, w.b, w.boundaries)
+
+    group, *kernels = launched(monkeypatch, call)
+    assert [kernel.name for kernel in (group, *kernels)] == ["_group_kernel", "_shrink_kernel", "_expand_kernel"]
+    assert group.spilled_bytes(tmp_path) == 0
     for one in kernels:
-        assert "mma.sync" in one.kernel.asm["ptx"] and one.fits and one.spilled_bytes(tmp_path) == 0
+        product = "mma.sync" if tokens == 1 else "wgmma"
+        assert product in one.kernel.asm["ptx"] and one.fits and one.spilled_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rows_and_their_terms(layer, rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, (num_inputs, ends) = weights(layer, 16), LAYERS[layer]
+    x, gain, weight = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, num_inputs), num_inputs, (ends[-1], num_inputs))
+    )
+    silu, norm = layer == "gate, up", None if layer == "down" else (gain, 1e-5)
+    slots, config = torch.zeros(rows, dtype=torch.int32), choose_fused(2, rows, num_inputs, ends[-1])
+    arguments = (config, None, None, None, None, norm, silu, torch.bfloat16, True, None)
+
+    def call() -> None:
+        terms = RowTerms(lora.shrink_rows(x, norm, slots, w.ranks, w.a), slots, w)
+        skinny_linear.skinny_linear(x, weight, *arguments, terms)
+
+    shrink, product = launched(monkeypatch, call)
+    assert (shrink.name, product.name) == ("_shrink_row_kernel", "_gemv_kernel")
+    assert shrink.spilled_bytes(tmp_path) == 0
+    (plain,) = launched(monkeypatch, lambda: skinny_linear.skinny_linear(x, weight, *arguments, None))
+    assert product.spilled_bytes(tmp_path) <= plain.spilled_bytes(tmp_path)

@@ -317,8 +317,8 @@ def _linear_kernel(
         acc *= factor
         acc_up *= factor
     epilogue(
-        acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, None, None, N,
-        HAS_BIAS, HAS_RESIDUAL, False, False, SILU,
+        acc, acc_up, acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, None, None, N,
+        HAS_BIAS, HAS_RESIDUAL, False, False, SILU, False,
     )  # fmt: skip
 
 

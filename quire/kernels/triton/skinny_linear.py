@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.lora import RowTerms
 from quire.kernels.rms_norm import RMSNormParams
-from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
+from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_FUSED_ROWS, MAX_GEMV_ROWS, SkinnyConfig
+from quire.kernels.triton.lora import prefetch_row, row_term
 from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
@@ -24,6 +26,8 @@ MAX_SHARED = 220 << 10
 def epilogue(
     acc,  # [.., ..] float32: the product
     acc_up,  # with SILU: the second half's product
+    term,  # with HAS_TERM: added to the product
+    term_up,
     n,  # output columns, broadcastable to acc
     m,  # rows, broadcastable to acc
     inside,  # mask of acc
@@ -38,6 +42,7 @@ def epilogue(
     HAS_W_SCALE: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
     SILU: tl.constexpr,
+    HAS_TERM: tl.constexpr,
 ):
     in_n, in_m = n < N, inside
     if HAS_X_SCALE:
@@ -53,6 +58,10 @@ def epilogue(
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
         if SILU:
             acc_up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
+    if HAS_TERM:
+        acc += term
+        if SILU:
+            acc_up += term_up
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     at = m.to(tl.int64) * N + n
@@ -71,11 +80,20 @@ def _gemv_kernel(
     norm_weight,  # [K] of an RMSNorm of x
     w_scale,  # [N], or [N / GROUP_N, K / GROUP_K]
     x_scale,
+    inner,  # of the terms of adapters
+    slots,
+    ranks,
+    b,
     rows,
     K,
     N,
     x_stride,
     eps,
+    splits,
+    width,
+    rank,
+    second,
+    third,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -90,6 +108,9 @@ def _gemv_kernel(
     GROUP_N: tl.constexpr,  # outputs and inputs that share a scale of the weight; 0: a scale per output
     GROUP_K: tl.constexpr,
     SILU: tl.constexpr,
+    PARTS: tl.constexpr,  # of the terms; 0: there are none
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -129,6 +150,10 @@ def _gemv_kernel(
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
             gdc_wait()
+            if PARTS > 0 and ONE_STEP:
+                prefetch_row(n, slots, b, 2 * N if SILU else N, rank)
+                if SILU:
+                    prefetch_row(N + n, slots, b, 2 * N, rank)
         gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
             x, gain, factor, factor_up, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride,
@@ -150,21 +175,25 @@ def _gemv_kernel(
             )  # fmt: skip
     _row_epilogue(
         acc0, up0, squares0, n, 0, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-        HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        inner, slots, ranks, b, splits, width, rank, second, third,
+        HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
     )  # fmt: skip
     if ROWS > 1:
         _row_epilogue(
             acc1, up1, squares1, n, 1, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+            inner, slots, ranks, b, splits, width, rank, second, third,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
         )  # fmt: skip
     if ROWS > 2:
         _row_epilogue(
             acc2, up2, squares2, n, 2, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+            inner, slots, ranks, b, splits, width, rank, second, third,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
         )  # fmt: skip
         _row_epilogue(
             acc3, up3, squares3, n, 3, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+            inner, slots, ranks, b, splits, width, rank, second, third,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
         )  # fmt: skip
 
 
@@ -212,8 +241,10 @@ def _row(
 @triton.jit
 def _row_epilogue(
     acc, acc_up, squares, n, m, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+    inner, slots, ranks, b, splits, width, rank, second, third,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, SILU: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1) if SILU else total
@@ -222,11 +253,33 @@ def _row_epilogue(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         total *= factor
         total_up *= factor
+    term, term_up = total, total_up
+    if PARTS > 0:  # not before: registers are full of weights
+        term, term_up = _terms(
+            n, m, rows, inner, slots, ranks, b, N, splits, width, rank, second, third, PARTS, SPLITS, RANKS, SILU
+        )
     m_of = tl.zeros_like(n) + m
     epilogue(
-        total, total_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
-        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        total, total_up, term, term_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS > 0,
     )  # fmt: skip
+
+
+@triton.jit
+def _terms(
+    n, row, rows, inner, slots, ranks, b, N, splits, width, rank, second, third,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Of a row's adapter, for columns `n`; with SILU also for those of the second half."""
+    row = tl.minimum(row, rows - 1)
+    of_all = 2 * N if SILU else N
+    term = row_term(n, row, inner, slots, ranks, b, of_all, splits, width, rank, second, third, PARTS, SPLITS, RANKS)
+    up = term
+    if SILU:
+        up = row_term(
+            N + n, row, inner, slots, ranks, b, of_all, splits, width, rank, second, third, PARTS, SPLITS, RANKS
+        )
+    return term, up
 
 
 @triton.jit
@@ -350,8 +403,8 @@ def _dot_kernel(
                 acc_up += tl.load(sums + other * (HALVES * SIZE) + SIZE, cache_modifier=".cg")
 
     epilogue(
-        acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
-        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE and GROUP_N == 0, SILU,
+        acc, acc_up, acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE and GROUP_N == 0, SILU, False,
     )  # fmt: skip
 
 
@@ -377,6 +430,7 @@ def skinny_linear(
     out_dtype: torch.dtype,
     pdl: bool,
     groups: tuple[int, int] | None,
+    terms: RowTerms | None,
 ) -> torch.Tensor:
     rows, k = x.shape
     n = weight.shape[0] // 2 if silu else weight.shape[0]
@@ -399,14 +453,16 @@ def skinny_linear(
     if config.kind == "gemv":
         assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
+        factors, sizes, of_terms = _given(terms)
+        assert terms is None or rows <= MAX_FUSED_ROWS
         _gemv_kernel[(tiles,)](
-            x, weight, y, bias, residual, gain, weight_scale, x_scale, rows, k, n, x.stride(0), eps,
+            x, weight, y, bias, residual, gain, weight_scale, x_scale, *factors, rows, k, n, x.stride(0), eps, *sizes,
             ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             STAGES=config.stages, ONE_STEP=k <= config.block_k, HAS_NORM=norm is not None,
-            num_stages=config.stages, **flags,
+            num_stages=config.stages, **of_terms, **flags,
         )  # fmt: skip
         return y
-    assert rows <= MAX_DOT_ROWS and norm is None
+    assert rows <= MAX_DOT_ROWS and norm is None and terms is None
     block_m = max(MIN_BLOCK_M, triton.next_power_of_2(rows))
     halves = 2 if silu else 1
     size = weight.element_size()
@@ -427,3 +483,15 @@ def skinny_linear(
         num_stages=stages, **flags,
     )  # fmt: skip
     return y
+
+
+def _given(
+    terms: RowTerms | None,
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, int]]:
+    """Arguments of the gemv kernel."""
+    if terms is None:
+        return (None,) * 4, (0,) * 5, {"PARTS": 0, "SPLITS": 1, "RANKS": 16}
+    _, splits, width = terms.inner.shape
+    rank = terms.w.rank
+    flags = {"PARTS": width // rank, "SPLITS": triton.next_power_of_2(splits), "RANKS": 16 if rank <= 16 else 32}
+    return (terms.inner, terms.slots, terms.w.ranks, terms.w.b), (splits, width, rank, *terms.w.boundaries), flags

@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from quire import LLM
+    from quire.messages.lora import LoRARequest
 
 BATCHES = [1, 64, 256]
 PROMPT_LEN = 512
@@ -29,14 +30,16 @@ ENGINE_CALLS = ("schedule", "execute call", "sample call", "wait", "update", "fr
 WORKER_CALLS = ("execute", "sample")
 
 
-def profile_decode(llm: "LLM", vocab_size: int, batch: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Times in microseconds per step."""
+def profile_decode(
+    llm: "LLM", vocab_size: int, batch: int, *, tiny: bool = False, adapters: Sequence["LoRARequest"] = ()
+) -> dict[str, Any]:
+    """Times in microseconds per step. Requests take turns with the adapters."""
     prompt_len, timed, profiled = (16, 6, 4) if tiny else (PROMPT_LEN, TIMED_STEPS, PROFILED_STEPS)
     engine = llm.llm_engine
     core = _core_of(llm)
     settle = 8 + 2 * prompt_len * batch // (engine.config.scheduler.max_num_batched_tokens or 1)
     llm.reset_prefix_cache()
-    ids = _add_requests(llm, vocab_size, batch, prompt_len, settle + timed + profiled + 32)
+    ids = _add_requests(llm, vocab_size, batch, prompt_len, settle + timed + profiled + 32, adapters)
     try:
         for _ in range(settle):
             engine.step()
@@ -54,6 +57,18 @@ def profile_decode(llm: "LLM", vocab_size: int, batch: int, *, tiny: bool = Fals
     return {"batch": batch, "prompt_len": prompt_len, **host, "device": device}
 
 
+def profile_prompts(
+    llm: "LLM", vocab_size: int, batch: int, length: int, adapters: Sequence["LoRARequest"] = ()
+) -> dict[str, Any]:
+    """Of one step with these prompts, which must fit it."""
+    llm.reset_prefix_cache()
+    _add_requests(llm, vocab_size, batch, length, 1, adapters)
+    device = _device_times(llm, 1)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    return {"batch": batch, "prompt_len": length, "device": device}
+
+
 def _core_of(llm: "LLM") -> Any:
     core = getattr(llm.llm_engine.client, "core", None)
     if core is None:
@@ -61,7 +76,9 @@ def _core_of(llm: "LLM") -> Any:
     return core
 
 
-def _add_requests(llm: "LLM", vocab_size: int, batch: int, prompt_len: int, output: int) -> list[str]:
+def _add_requests(
+    llm: "LLM", vocab_size: int, batch: int, prompt_len: int, output: int, adapters: Sequence["LoRARequest"] = ()
+) -> list[str]:
     from quire import SamplingParams
     from quire.messages.sampling_params import RequestOutputKind
 
@@ -74,9 +91,10 @@ def _add_requests(llm: "LLM", vocab_size: int, batch: int, prompt_len: int, outp
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     ids = [f"profile-{batch}-{i}" for i in range(batch)]
-    for request_id in ids:
+    for i, request_id in enumerate(ids):
         prompt = [rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(prompt_len)]
-        llm.llm_engine.add_request(request_id, prompt, params)
+        lora = adapters[i % len(adapters)] if adapters else None
+        llm.llm_engine.add_request(request_id, prompt, params, lora_request=lora)
     return ids
 
 
