@@ -7,7 +7,6 @@ import torch
 
 from quire.kernels import native
 from quire.kernels.dispatch import use_triton
-from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 
 if TYPE_CHECKING:
     from quire.kernels.triton.lora import GroupedTokens
@@ -39,7 +38,9 @@ class LowRank:
 class RowTerms:
     """The terms of a few rows, whose outer product is part of the base's kernel (`skinny_linear`)."""
 
-    inner: torch.Tensor  # [rows, splits, parts * rank] float32: their inner products by A, in parts of the inputs
+    # [rows, splits, parts * rank] float32: their inner products by A, in parts of the inputs. Of a norm of these only
+    # the gain is applied: the base's kernel has its factor of each row.
+    inner: torch.Tensor
     slots: torch.Tensor  # [rows or more] int32
     w: LowRank
 
@@ -79,14 +80,14 @@ def add_low_rank(
         add_low_rank_torch(out, x, slots, w)
 
 
-def row_terms(x: torch.Tensor, norm: RMSNormParams | None, slots: torch.Tensor, w: LowRank) -> RowTerms:
-    """A[slot] x, or A[slot] norm(x), of a few rows, to be multiplied by B in `skinny_linear`."""
+def row_terms(x: torch.Tensor, gain: torch.Tensor | None, slots: torch.Tensor, w: LowRank) -> RowTerms:
+    """A[slot] x, or A[slot] (gain * x), of a few rows, to be multiplied by B in `skinny_linear`."""
     if use_triton(x):
         from quire.kernels.triton import lora as kernel
 
-        return RowTerms(kernel.shrink_rows(x, norm, slots, w.ranks, w.a), slots, w)
-    normed = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
-    return RowTerms(torch.einsum("nk,nrk->nr", normed, w.a[slots[: len(x)].long()].float())[:, None], slots, w)
+        return RowTerms(kernel.shrink_rows(x, gain, slots, w.ranks, w.a), slots, w)
+    values = x.float() if gain is None else x.float() * gain.float()
+    return RowTerms(torch.einsum("nk,nrk->nr", values, w.a[slots[: len(x)].long()].float())[:, None], slots, w)
 
 
 def sums_of_terms_torch(terms: RowTerms) -> torch.Tensor:

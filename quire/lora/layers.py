@@ -104,7 +104,7 @@ class LoRALinearMethod:
         if not self.state.active:
             return self.base.apply_fused(layer, x, bias, norm, residual, silu)
         assert isinstance(self.base, FusedLinearMixin)
-        terms = row_terms(x, norm, self.state.slots, layer.low_rank)  # type: ignore[arg-type]
+        terms = row_terms(x, None if norm is None else norm[0], self.state.slots, layer.low_rank)  # type: ignore[arg-type]
         return self.base.apply_fused(layer, x, bias, norm, residual, silu, terms)
 
     @property

@@ -18,6 +18,7 @@ LAYERS = {  # inputs, sizes of the outputs' parts, rank
     "merged": (64, (96, 96), 16),
     "query, key, value": (130, (128, 32, 32), 5),
     "wide": (1100, (40, 24, 24), 20),
+    "whole blocks of outputs": (64, (256, 128, 128), 16),
 }
 SLOTS = {
     "one": [1],
@@ -121,6 +122,7 @@ def check_many_tokens(device: str, dtype: torch.dtype, count: int) -> None:
 ROW_CASES = {  # inputs, sizes of the outputs' parts, rank, kernel, norm, silu
     "query, key, value in one step": (256, (64, 24, 24), 8, SkinnyConfig("gemv", 4, 256), True, False),
     "gate and up in one step": (256, (48, 48), 20, SkinnyConfig("gemv", 4, 256), True, True),
+    "blocks of two parts": (256, (66, 21, 21), 20, SkinnyConfig("gemv", 4, 256), True, False),
     "down in steps": (300, (72,), 16, SkinnyConfig("gemv", 4, 128), False, False),
     "down in a pipeline": (512, (72,), 40, SkinnyConfig("gemv", 2, 128, stages=2), False, False),
 }
@@ -149,7 +151,7 @@ def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> 
     norm = (given["gain"], 1e-5) if has_norm else None
     residual = None if silu else given["residual"]
     prepare_skinny_linear(torch.device(device))
-    terms = row_terms(given["x"], norm, of_rows, w)
+    terms = row_terms(given["x"], given["gain"] if has_norm else None, of_rows, w)
     options = {"norm": norm, "silu": silu, "residual": residual, "terms": terms}
     out = skinny_linear(given["x"], given["weight"], config=config, **options)
 

@@ -24,7 +24,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 FP8, INT8, HALF, FLOAT, INT = "*fp8e4nv", "*i8", "*bf16", "*fp32", "*i32"
 BLOCKS, NONE = {"GROUP_N": 128, "GROUP_K": 128}, {"GROUP_N": 0, "GROUP_K": 0}
 NO_EXTRAS = {"HAS_BIAS": False, "HAS_RESIDUAL": False, "bias": None, "residual": None}
-SIZES = ("rows", "splits", "K", "N", "M", "H", "D", "x_stride", "x_scale_stride")
+NO_TERMS = {"inner": None, "slots": None, "b": None, "SPLITS": 0, "RANKS": 16, "RANKS_ONCE": True, "ONE_PART": True}
+SIZES = ("rows", "splits", "width", "rank", "second", "third", "K", "N", "M", "H", "D", "x_stride", "x_scale_stride")
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object], warps: int = 4, stages: int = 3):
@@ -69,7 +70,7 @@ def test_few_rows(x, weight, groups):
 @pytest.mark.parametrize(("weight", "groups"), [(FP8, BLOCKS), (INT8, NONE)], ids=["blocks", "int8"])
 def test_one_row(weight, groups):
     types = {"x": HALF, "w": weight, "y": HALF, "w_scale": FLOAT, "norm_weight": FLOAT}
-    constants = groups | NO_EXTRAS | {
+    constants = groups | NO_EXTRAS | NO_TERMS | {
         "x_scale": None, "ROWS": 1, "BLOCK_N": 4, "BLOCK_K": 4096, "STAGES": 1, "ONE_STEP": True, "EVEN_K": True,
         "HAS_NORM": True, "HAS_W_SCALE": groups is NONE, "HAS_X_SCALE": False, "SILU": True, "PDL": True,
     }  # fmt: skip

@@ -56,7 +56,7 @@ def test_rows_and_their_terms(layer, rows, tmp_path: Path, monkeypatch: pytest.M
     arguments = (config, None, None, None, None, norm, silu, torch.bfloat16, True, None)
 
     def call() -> None:
-        terms = RowTerms(lora.shrink_rows(x, norm, slots, w.ranks, w.a), slots, w)
+        terms = RowTerms(lora.shrink_rows(x, None if norm is None else gain, slots, w.ranks, w.a), slots, w)
         skinny_linear.skinny_linear(x, weight, *arguments, terms)
 
     shrink, product = launched(monkeypatch, call)

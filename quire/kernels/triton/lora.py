@@ -6,6 +6,7 @@ leaves the layer as it is. One or two rows have kernels of their own, and their 
 (`row_term`).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
-from quire.kernels.rms_norm import RMSNormParams
 
 TOKENS = 1024  # of a program at once
 TILES = 64
 OUTPUTS = 128
-RANKS = 32  # at once: registers hold a tile of them for every split
-ROW_SPLITS = 32  # of the inputs of a single row
-ROW_RANKS = 16  # of a program for a single row
+RANKS = 32  # at once
+PROGRAMS = 800  # that an expansion has left when each has more than one block of outputs
+ROW_SPLITS = 16  # of the inputs of a single row
+ROW_INPUTS = 512  # of a split, or more
+ROW_RANKS = 16  # of a program for a single row, and at once
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Tiling:
     stages: int
 
 
-TILINGS = (Tiling(256, 16, 8, 128, 3), Tiling(2048, 64, 4, 64, 4), Tiling(1 << 30, 64, 1, 64, 4))
+TILINGS = (Tiling(256, 16, 16, 256, 2), Tiling(2048, 64, 4, 64, 4), Tiling(1 << 30, 64, 1, 64, 4))
 TOKEN_COUNTS = tuple(tiling.most + 1 for tiling in TILINGS[:-1])  # at which kernels change
 
 
@@ -150,7 +152,7 @@ def _shrink_kernel(
     tl.store(inner + at, found, mask=(column < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["positions", "second", "third"])
+@triton.jit(do_not_specialize=["positions", "second", "third", "each"])
 def _expand_kernel(
     inner,
     order,
@@ -164,53 +166,86 @@ def _expand_kernel(
     rank,
     second,  # where the second part of the outputs begins
     third,
-    PARTS: tl.constexpr,
+    each,  # outputs of a program, all of one part
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # outputs that parts and their number are multiples of
     RANKS: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # RANKS are all
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    tile = tl.program_id(1)
+    # These are from before the kernel whose end is waited for.
+    slot = tl.load(tile_slots + tile)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.load(order + position)
+    own_rank = tl.load(ranks + tl.maximum(slot, 0))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tl.program_id(1)
-    slot = tl.load(tile_slots + tile)
     if slot < 0:
         return
-    own_rank = tl.load(ranks + slot)
     if own_rank == 0:
         return
-    position = tile * ROWS + tl.arange(0, ROWS)
-    token = tl.load(order + position)
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    at = token.to(tl.int64)[:, None] * num_outputs + column[None, :]
-    real = (token >= 0)[:, None] & (column < num_outputs)[None, :]
-    before = tl.load(out + at, mask=real, other=0.0)
-    part_of = (column >= second).to(tl.int32) + (column >= third).to(tl.int32)
-    of_b = b + (slot.to(tl.int64) * num_outputs + tl.minimum(column, num_outputs - 1))[:, None] * rank
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for part in tl.static_range(PARTS):
-        here = (part_of == part) & (column < num_outputs)
-        if tl.max(here.to(tl.int32), axis=0) > 0:
+    group = tl.program_id(0)
+    to_second = tl.cdiv(second, each)
+    to_third = to_second + tl.cdiv(third - second, each)
+    part, begin, end = 0, group * each, second
+    if group >= to_third:
+        part, begin, end = 2, third + (group - to_third) * each, num_outputs
+    elif group >= to_second:
+        part, begin, end = 1, second + (group - to_second) * each, third
+    end = tl.minimum(begin + each, end)
+    of_inner = inner + position.to(tl.int64)[:, None] * width + part * rank
+    of_out = out + tl.maximum(token, 0).to(tl.int64)[:, None] * num_outputs
+    of_b = b + slot.to(tl.int64) * num_outputs * rank
+    if ONE_STEP:
+        of_rows = _sum_of_splits(of_inner, positions, width, rank, 0, SPLITS, ROWS, RANKS).to(b.dtype.element_ty)
+    for first in tl.range(begin, end, OUTPUTS, num_stages=STAGES):
+        column = tl.max_contiguous(tl.multiple_of(first + tl.arange(0, OUTPUTS), ALIGNED), OUTPUTS)
+        real = column < end
+        if ALIGNED == OUTPUTS:
+            before = tl.load(of_out + column[None, :])
+        else:
+            before = tl.load(of_out + column[None, :], mask=real[None, :], other=0.0)
+        if ONE_STEP:
+            weights = _factors(of_b, column, rank, 0, real, ALIGNED == OUTPUTS, RANKS)
+            term = tl.dot(of_rows, tl.trans(weights), input_precision="ieee")
+        else:
             term = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            for first in range(0, own_rank, RANKS):
-                r = first + tl.arange(0, RANKS)
-                inside = (r < rank)[None, :]
-                product = tl.zeros([ROWS, RANKS], tl.float32)
-                for split in tl.static_range(SPLITS):
-                    from_ = (position.to(tl.int64) + split * positions)[:, None] * width + (part * rank + r)[None, :]
-                    product += tl.load(inner + from_, mask=inside, other=0.0)
-                weights = tl.load(of_b + r[None, :], mask=inside, other=0.0)
-                term = tl.dot(product.to(weights.dtype), tl.trans(weights), term, input_precision="ieee")
-            total = tl.where(here[None, :], term, total)
-    tl.store(out + at, (before.to(tl.float32) + total).to(before.dtype), mask=real)
+            for of_ranks in range(0, own_rank, RANKS):
+                weights = _factors(of_b, column, rank, of_ranks, real, ALIGNED == OUTPUTS, RANKS)
+                found = _sum_of_splits(of_inner, positions, width, rank, of_ranks, SPLITS, ROWS, RANKS)
+                term = tl.dot(found.to(weights.dtype), tl.trans(weights), term, input_precision="ieee")
+        after = (before.to(tl.float32) + term).to(before.dtype)
+        tl.store(of_out + column[None, :], after, mask=(token >= 0)[:, None] & real[None, :])
+
+
+@triton.jit
+def _sum_of_splits(
+    of_inner, positions, width, rank, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr
+):
+    r = first + tl.arange(0, RANKS)[None, :]
+    found = tl.zeros([ROWS, RANKS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = of_inner + split * positions.to(tl.int64) * width + r
+        found += tl.load(at, mask=r < rank, other=0.0)
+    return found
+
+
+@triton.jit
+def _factors(of_b, column, rank, first, real, EVEN: tl.constexpr, RANKS: tl.constexpr):
+    r = first + tl.arange(0, RANKS)[None, :]
+    at = of_b + column[:, None] * rank + r
+    return tl.load(at, mask=r < rank if EVEN else (r < rank) & real[:, None], other=0.0)
 
 
 @triton.jit
 def _shrink_row_kernel(
     x,  # [rows, inputs]
-    norm_weight,  # [inputs] of an RMSNorm of x
+    gain,  # [inputs] of a norm of x
     slots,
     ranks,
     a,  # [slots, width, inputs]
@@ -218,42 +253,49 @@ def _shrink_row_kernel(
     x_stride,
     width,
     num_inputs,
-    eps,
     INPUTS: tl.constexpr,  # of a split
     RANKS: tl.constexpr,
-    ROW: tl.constexpr,  # all inputs, rounded up
-    HAS_NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(2)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        return
-    if tl.load(ranks + slot) == 0:
-        return
     column = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     k = split * INPUTS + tl.arange(0, INPUTS)
-    of_a = (slot.to(tl.int64) * width + column)[:, None] * num_inputs + k[None, :]
-    weights = tl.load(a + of_a, mask=(column < width)[:, None] & (k < num_inputs)[None, :], other=0.0)
-    of_row = x + row.to(tl.int64) * x_stride
-    values = tl.load(of_row + k, mask=k < num_inputs, other=0.0).to(tl.float32)
-    scale = 1.0
-    if HAS_NORM:
-        values *= tl.load(norm_weight + k, mask=k < num_inputs, other=0.0).to(tl.float32)
-        every = tl.arange(0, ROW)
-        whole = tl.load(of_row + every, mask=every < num_inputs, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(whole * whole, 0) / num_inputs + eps)
-    found = tl.sum(weights.to(tl.float32) * values[None, :], 1) * scale
+    # What the row's slot was when this kernel began, most likely still is. A is loaded before x is there.
+    slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
+    if HAS_GAIN:
+        factor = tl.load(gain + k, mask=k < num_inputs, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        guess = slot
+        slot = tl.load(slots + row, volatile=True)
+        if slot != guess:
+            slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
+    values = tl.load(x + row.to(tl.int64) * x_stride + k, mask=k < num_inputs, other=0.0).to(tl.float32)
+    if HAS_GAIN:
+        values *= factor
+    found = tl.where(own_rank > 0, tl.sum(weights.to(tl.float32) * values[None, :], 1), 0.0)
     tl.store(inner + (row * tl.num_programs(0) + split) * width + column, found, mask=column < width)
+
+
+@triton.jit
+def _adapter_of(of_row, ranks, a, column, k, width, num_inputs, EVEN: tl.constexpr):
+    """The slot of a row, the rank of its adapter, 0 if there is none, and columns of A."""
+    slot = tl.load(of_row, volatile=True)
+    used = tl.maximum(slot, 0)
+    own_rank = tl.where(slot >= 0, tl.load(ranks + used, volatile=True), 0)
+    at = a + (used.to(tl.int64) * width + tl.minimum(column, width - 1))[:, None] * num_inputs + k[None, :]
+    weights = tl.load(at) if EVEN else tl.load(at, mask=(k < num_inputs)[None, :], other=0.0)
+    return slot, own_rank, weights
 
 
 @triton.jit
 def prefetch_row(n, slots, b, num_outputs, rank):
     """Into the second cache: what the first row's adapter has of B for columns `n`, or the start of it."""
-    slot = tl.maximum(tl.load(slots), 0).to(tl.int64)
+    slot = tl.maximum(tl.load(slots, volatile=True), 0).to(tl.int64)
     of_b = b + (slot * num_outputs + tl.minimum(n, num_outputs - 1)) * rank
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [of_b.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -263,10 +305,10 @@ def prefetch_row(n, slots, b, num_outputs, rank):
 @triton.jit
 def row_term(
     n,  # output columns
+    first_n,
     row,
     inner,  # [rows, splits, width]
     slots,
-    ranks,
     b,  # [slots, outputs, rank]
     num_outputs,
     splits,
@@ -274,29 +316,50 @@ def row_term(
     rank,
     second,
     third,
-    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # RANKS are all
+    ONE_PART: tl.constexpr,  # columns `n` are of the same part
 ):
     """B times the inner products of one row, for columns `n`."""
     total = tl.zeros(n.shape, tl.float32)
-    slot = tl.load(slots + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    # What is behind the branch is not mixed with what is before it, whose registers are full.
     if slot >= 0:
-        own_rank = tl.load(ranks + slot)
-        part_of = (n >= second).to(tl.int32) + (n >= third).to(tl.int32)
-        of_b = b + (slot.to(tl.int64) * num_outputs + tl.minimum(n, num_outputs - 1))[:, None] * rank
-        split = tl.arange(0, SPLITS)
-        for part in tl.static_range(PARTS):
-            here = (part_of == part) & (n < num_outputs)
-            if tl.max(here.to(tl.int32), axis=0) > 0:
-                for first in range(0, own_rank, RANKS):
-                    r = first + tl.arange(0, RANKS)
-                    weights = tl.load(of_b + r[None, :], mask=(r < rank)[None, :], other=0.0).to(tl.float32)
-                    from_ = (row * splits + split)[:, None] * width + (part * rank + r)[None, :]
-                    inside = (split < splits)[:, None] & (r < rank)[None, :]
-                    product = tl.sum(tl.load(inner + from_, mask=inside, other=0.0), 0)
-                    total += tl.where(here, tl.sum(weights * product[None, :], 1), 0.0)
+        of_b = b + (slot * num_outputs + tl.minimum(n, num_outputs - 1)) * rank
+        of_row = inner + row * splits * width
+        if ONE_PART:
+            part = (first_n >= second).to(tl.int32) + (first_n >= third).to(tl.int32)
+            total = _term_of_part(of_row + part * rank, of_b, splits, width, rank, SPLITS, RANKS, ONE_STEP)
+        else:
+            part_of = (n >= second).to(tl.int32) + (n >= third).to(tl.int32)
+            for part in tl.static_range(3):
+                if part * rank < width:
+                    term = _term_of_part(of_row + part * rank, of_b, splits, width, rank, SPLITS, RANKS, ONE_STEP)
+                    total = tl.where(part_of == part, term, total)
     return total
+
+
+@triton.jit
+def _term_of_part(
+    of_inner, of_b, splits, width, rank, SPLITS: tl.constexpr, RANKS: tl.constexpr, ONE_STEP: tl.constexpr
+):
+    if ONE_STEP:
+        total = _term_of_ranks(of_inner, of_b, 0, splits, width, rank, SPLITS, RANKS)
+    else:
+        total = tl.zeros(of_b.shape, tl.float32)
+        for first in range(0, rank, RANKS):
+            total += _term_of_ranks(of_inner, of_b, first, splits, width, rank, SPLITS, RANKS)
+    return total
+
+
+@triton.jit
+def _term_of_ranks(of_inner, of_b, first, splits, width, rank, SPLITS: tl.constexpr, RANKS: tl.constexpr):
+    r, split = first + tl.arange(0, RANKS), tl.arange(0, SPLITS)
+    inside = (split < splits)[:, None] & (r < rank)[None, :]
+    products = tl.load(of_inner + split[:, None] * width + r[None, :], mask=inside, other=0.0)
+    weights = tl.load(of_b[:, None] + r[None, :], mask=(r < rank)[None, :], other=0.0).to(tl.float32)
+    return tl.sum(weights * tl.sum(products, 0)[None, :], 1)
 
 
 def write_slots_of_tokens(
@@ -348,27 +411,31 @@ def add_low_rank(
         ROWS=tiling.rows, WIDTH=block, INPUTS=step, EVEN=num_inputs % step == 0, STAGES=tiling.stages,
         num_warps=4, num_stages=tiling.stages, **launch,
     )  # fmt: skip
-    _expand_kernel[(triton.cdiv(num_outputs, OUTPUTS), tiles)](
-        inner, grouped.order, grouped.tile_slots, ranks, b, out, positions, width, num_outputs, rank, *bounds,
-        PARTS=width // rank, SPLITS=splits, ROWS=tiling.rows, OUTPUTS=OUTPUTS, RANKS=16 if rank <= 16 else RANKS,
-        num_warps=4 if tiling.rows < 64 or rank <= 16 else 8, **launch,
+    second, third = bounds
+    ends = (second, third - second, num_outputs - third)
+    # More than a block a program hides the loads of the next one, if enough programs are left.
+    blocks = sum(triton.cdiv(size, OUTPUTS) for size in ends)
+    each = OUTPUTS * max(1, min(8, tiles * blocks // PROGRAMS))
+    at_once = min(RANKS, max(16, triton.next_power_of_2(rank)))
+    _expand_kernel[(sum(triton.cdiv(size, each) for size in ends), tiles)](
+        inner, grouped.order, grouped.tile_slots, ranks, b, out, positions, width, num_outputs, rank, *bounds, each,
+        SPLITS=splits, ROWS=tiling.rows, OUTPUTS=OUTPUTS, ALIGNED=math.gcd(OUTPUTS, *ends), RANKS=at_once,
+        ONE_STEP=rank <= at_once, STAGES=3, num_warps=4 if tiling.rows < 64 or rank <= 16 else 8, **launch,
     )  # fmt: skip
 
 
 def shrink_rows(
-    x: torch.Tensor, norm: RMSNormParams | None, slots: torch.Tensor, ranks: torch.Tensor, a: torch.Tensor
+    x: torch.Tensor, gain: torch.Tensor | None, slots: torch.Tensor, ranks: torch.Tensor, a: torch.Tensor
 ) -> torch.Tensor:
-    """[rows, splits, width]: what a row without an adapter, or whose adapter leaves the layer as it is, has is never
-    read."""
+    """[rows, splits, width]; zeros of a row whose adapter leaves the layer as it is."""
     assert x.stride(1) == 1
     (rows, num_inputs), width = x.shape, a.shape[1]
-    inputs = max(128, triton.next_power_of_2(triton.cdiv(num_inputs, ROW_SPLITS)))
+    inputs = max(ROW_INPUTS, triton.next_power_of_2(triton.cdiv(num_inputs, ROW_SPLITS)))
     splits = triton.cdiv(num_inputs, inputs)
     inner = torch.empty(rows, splits, width, dtype=torch.float32, device=x.device)
-    gain, eps = norm if norm is not None else (None, 0.0)
     _shrink_row_kernel[(splits, triton.cdiv(width, ROW_RANKS), rows)](
-        x, gain, slots, ranks, a, inner, x.stride(0), width, num_inputs, eps,
-        INPUTS=inputs, RANKS=ROW_RANKS, ROW=triton.next_power_of_2(num_inputs), HAS_NORM=norm is not None,
-        num_warps=4, **early_launch(x),
+        x, gain, slots, ranks, a, inner, x.stride(0), width, num_inputs,
+        INPUTS=inputs, RANKS=ROW_RANKS, EVEN=num_inputs % inputs == 0, HAS_GAIN=gain is not None,
+        num_warps=4 if inputs <= ROW_INPUTS else 8, **early_launch(x),
     )  # fmt: skip
     return inner

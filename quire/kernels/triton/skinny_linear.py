@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.lora import RowTerms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_FUSED_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.triton.lora import prefetch_row, row_term
+from quire.kernels.triton.lora import ROW_RANKS, prefetch_row, row_term
 from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
@@ -82,7 +82,6 @@ def _gemv_kernel(
     x_scale,
     inner,  # of the terms of adapters
     slots,
-    ranks,
     b,
     rows,
     K,
@@ -108,9 +107,10 @@ def _gemv_kernel(
     GROUP_N: tl.constexpr,  # outputs and inputs that share a scale of the weight; 0: a scale per output
     GROUP_K: tl.constexpr,
     SILU: tl.constexpr,
-    PARTS: tl.constexpr,  # of the terms; 0: there are none
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least as many as the terms' inner products have; 0: there are no terms
     RANKS: tl.constexpr,
+    RANKS_ONCE: tl.constexpr,  # these are all
+    ONE_PART: tl.constexpr,  # no block of outputs has two
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -149,11 +149,11 @@ def _gemv_kernel(
                 factor_up = scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
-            gdc_wait()
-            if PARTS > 0 and ONE_STEP:
+            if SPLITS > 0 and ONE_STEP:
                 prefetch_row(n, slots, b, 2 * N if SILU else N, rank)
                 if SILU:
                     prefetch_row(N + n, slots, b, 2 * N, rank)
+            gdc_wait()
         gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
             x, gain, factor, factor_up, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride,
@@ -173,27 +173,41 @@ def _gemv_kernel(
                 x, gain, factor, factor_up, tile, tile_up, acc3, up3, squares3, 3, rows, k, K, x_stride,
                 EVEN_K, HAS_NORM, GROUP_N > 0, SILU,
             )  # fmt: skip
-    _row_epilogue(
-        acc0, up0, squares0, n, 0, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-        inner, slots, ranks, b, splits, width, rank, second, third,
-        HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
+    factor0, total0, total_up0 = _reduced(acc0, up0, squares0, K, eps, HAS_NORM, SILU)
+    factor1, total1, total_up1 = factor0, total0, total_up0
+    if ROWS > 1:
+        factor1, total1, total_up1 = _reduced(acc1, up1, squares1, K, eps, HAS_NORM, SILU)
+    # Not before the reductions: registers are full of sums.
+    first_n, term, up = tl.program_id(0) * BLOCK_N, 0.0, 0.0
+    if SPLITS > 0:
+        term, up = _terms(
+            n, first_n, 0, inner, slots, b, N, splits, width, rank, second, third,
+            SPLITS, RANKS, RANKS_ONCE, ONE_PART, SILU,
+        )  # fmt: skip
+    _write_row(
+        factor0, total0, total_up0, term, up, n, 0, rows, y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
     )  # fmt: skip
     if ROWS > 1:
-        _row_epilogue(
-            acc1, up1, squares1, n, 1, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            inner, slots, ranks, b, splits, width, rank, second, third,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
+        if SPLITS > 0:
+            term, up = _terms(
+                n, first_n, tl.minimum(1, rows - 1), inner, slots, b, N, splits, width, rank, second, third,
+                SPLITS, RANKS, RANKS_ONCE, ONE_PART, SILU,
+            )  # fmt: skip
+        _write_row(
+            factor1, total1, total_up1, term, up, n, 1, rows, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
         )  # fmt: skip
     if ROWS > 2:
-        _row_epilogue(
-            acc2, up2, squares2, n, 2, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            inner, slots, ranks, b, splits, width, rank, second, third,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
+        factor2, total2, total_up2 = _reduced(acc2, up2, squares2, K, eps, HAS_NORM, SILU)
+        _write_row(
+            factor2, total2, total_up2, term, up, n, 2, rows, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, False,
         )  # fmt: skip
-        _row_epilogue(
-            acc3, up3, squares3, n, 3, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-            inner, slots, ranks, b, splits, width, rank, second, third,
-            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS, SPLITS, RANKS,
+        factor3, total3, total_up3 = _reduced(acc3, up3, squares3, K, eps, HAS_NORM, SILU)
+        _write_row(
+            factor3, total3, total_up3, term, up, n, 3, rows, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, False,
         )  # fmt: skip
 
 
@@ -239,46 +253,44 @@ def _row(
 
 
 @triton.jit
-def _row_epilogue(
-    acc, acc_up, squares, n, m, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
-    inner, slots, ranks, b, splits, width, rank, second, third,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, SILU: tl.constexpr,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+def _reduced(acc, acc_up, squares, K, eps, HAS_NORM: tl.constexpr, SILU: tl.constexpr):
+    """A row's sums, and the norm's factor, which is one number per row and so is applied to the sum."""
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1) if SILU else total
-    if HAS_NORM:
-        # The norm's factor is one number per row, so it is applied to the sum.
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        total *= factor
-        total_up *= factor
-    term, term_up = total, total_up
-    if PARTS > 0:  # not before: registers are full of weights
-        term, term_up = _terms(
-            n, m, rows, inner, slots, ranks, b, N, splits, width, rank, second, third, PARTS, SPLITS, RANKS, SILU
-        )
+    factor = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
+    return factor, total, total_up
+
+
+@triton.jit
+def _write_row(
+    factor, total, total_up, term, term_up, n, m, rows, y, bias, residual, w_scale, x_scale, N,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
+    SILU: tl.constexpr, HAS_TERM: tl.constexpr,
+):  # fmt: skip
     m_of = tl.zeros_like(n) + m
     epilogue(
-        total, total_up, term, term_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
-        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, PARTS > 0,
+        total * factor, total_up * factor, term * factor, term_up * factor, n, m_of, m_of < rows, y, bias, residual,
+        w_scale, x_scale, N, HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, HAS_TERM,
     )  # fmt: skip
 
 
 @triton.jit
 def _terms(
-    n, row, rows, inner, slots, ranks, b, N, splits, width, rank, second, third,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, SILU: tl.constexpr,
+    n, first_n, row, inner, slots, b, N, splits, width, rank, second, third,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, RANKS_ONCE: tl.constexpr, ONE_PART: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Of a row's adapter, for columns `n`; with SILU also for those of the second half."""
-    row = tl.minimum(row, rows - 1)
     of_all = 2 * N if SILU else N
-    term = row_term(n, row, inner, slots, ranks, b, of_all, splits, width, rank, second, third, PARTS, SPLITS, RANKS)
+    term = row_term(
+        n, first_n, row, inner, slots, b, of_all, splits, width, rank, second, third,
+        SPLITS, RANKS, RANKS_ONCE, ONE_PART,
+    )  # fmt: skip
     up = term
     if SILU:
         up = row_term(
-            N + n, row, inner, slots, ranks, b, of_all, splits, width, rank, second, third, PARTS, SPLITS, RANKS
-        )
+            N + n, N + first_n, row, inner, slots, b, of_all, splits, width, rank, second, third,
+            SPLITS, RANKS, RANKS_ONCE, ONE_PART,
+        )  # fmt: skip
     return term, up
 
 
@@ -453,7 +465,7 @@ def skinny_linear(
     if config.kind == "gemv":
         assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
-        factors, sizes, of_terms = _given(terms)
+        factors, sizes, of_terms = _given(terms, config.block_n)
         assert terms is None or rows <= MAX_FUSED_ROWS
         _gemv_kernel[(tiles,)](
             x, weight, y, bias, residual, gain, weight_scale, x_scale, *factors, rows, k, n, x.stride(0), eps, *sizes,
@@ -486,12 +498,17 @@ def skinny_linear(
 
 
 def _given(
-    terms: RowTerms | None,
+    terms: RowTerms | None, block: int
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, int]]:
     """Arguments of the gemv kernel."""
     if terms is None:
-        return (None,) * 4, (0,) * 5, {"PARTS": 0, "SPLITS": 1, "RANKS": 16}
+        return (None,) * 3, (0,) * 5, {"SPLITS": 0, "RANKS": ROW_RANKS, "RANKS_ONCE": True, "ONE_PART": True}
     _, splits, width = terms.inner.shape
-    rank = terms.w.rank
-    flags = {"PARTS": width // rank, "SPLITS": triton.next_power_of_2(splits), "RANKS": 16 if rank <= 16 else 32}
-    return (terms.inner, terms.slots, terms.w.ranks, terms.w.b), (splits, width, rank, *terms.w.boundaries), flags
+    rank, bounds = terms.w.rank, terms.w.boundaries
+    flags = {
+        "SPLITS": triton.next_power_of_2(splits),
+        "RANKS": ROW_RANKS,
+        "RANKS_ONCE": rank <= ROW_RANKS,
+        "ONE_PART": all(bound % block == 0 for bound in bounds),
+    }
+    return (terms.inner, terms.slots, terms.w.b), (splits, width, rank, *bounds), flags
