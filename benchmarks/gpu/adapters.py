@@ -26,7 +26,9 @@ ADAPTERS = 8
 TOP = 14
 
 
-def run(model: str, rank: int, enabled: bool, rounds: int, profiled: bool, folder: str) -> dict[str, Any]:
+def run(
+    model: str, rank: int, enabled: bool, rounds: int, profiled: bool, tier_gib: float | None, folder: str
+) -> dict[str, Any]:
     """In a process of its own: one engine."""
     import torch
 
@@ -35,7 +37,8 @@ def run(model: str, rank: int, enabled: bool, rounds: int, profiled: bool, folde
     began = time.perf_counter()
     options = engine_options(model, Path(folder), cpu=not torch.cuda.is_available())
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank} if enabled else {}
-    with LLM(**options, **lora) as llm:
+    tier = {} if tier_gib is None else {"kv_offloading_size": tier_gib}
+    with LLM(**options, **lora, **tier) as llm:
         found: dict[str, Any] = {"start, s": time.perf_counter() - began}
         caller = Caller(llm, shape_of(model)["vocab_size"], tiny=model == TINY)
 
@@ -121,6 +124,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tier-gib", type=float, help="--kv-offloading-size (default: an engine's)")
     parser.add_argument("--only", choices=("base", "enable_lora"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -129,7 +133,7 @@ def main() -> None:
         if args.only not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = in_process(args.model, args.rank, enabled, args.rounds, args.profile, folder)
+            found[name] = in_process(args.model, args.rank, enabled, args.rounds, args.profile, args.tier_gib, folder)
             shown = {key: value for key, value in found[name].items() if key != "profile"}
             print(name, json.dumps(shown), flush=True)
     if args.out is not None:

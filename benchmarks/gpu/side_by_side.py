@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -134,8 +135,9 @@ class Processes:
     def _release(self, pid: int) -> None:
         """What a process that has ended would have begun next."""
         for path in self._claims.iterdir():
-            if path.read_text().endswith(f"\n{CLAIMED} {pid}"):
-                path.unlink()
+            with suppress(FileNotFoundError):  # another process gave it back meanwhile
+                if path.read_text().endswith(f"\n{CLAIMED} {pid}"):
+                    path.unlink()
 
     def _command(self, name: str) -> list[str]:
         plugins = ["-p", PLUGIN, "-p", "no:cacheprovider", "--claims", str(self._claims)]

@@ -80,6 +80,27 @@ def add_low_rank(
         add_low_rank_torch(out, x, slots, w)
 
 
+def can_gate(x: torch.Tensor, w: LowRank) -> bool:
+    """Whether `gated_low_rank` is faster than `add_low_rank` and an activation after it."""
+    if not use_triton(x):
+        return False
+    from quire.kernels.triton.lora import RANKS
+
+    return w.rank <= RANKS
+
+
+def gated_low_rank(
+    gate_up: torch.Tensor,  # [N, 2 * I]: the base's outputs, gate before up
+    x: torch.Tensor,
+    w: LowRank,
+    grouped: "GroupedTokens",
+) -> torch.Tensor:
+    """silu(gate) * up, [N, I], with the terms of both. The same bits as by `add_low_rank` and silu_mul."""
+    from quire.kernels.triton import lora as kernel
+
+    return kernel.gated_low_rank(gate_up, x, grouped, w.ranks, w.a, w.b)
+
+
 def row_terms(x: torch.Tensor, gain: torch.Tensor | None, slots: torch.Tensor, w: LowRank) -> RowTerms:
     """A[slot] x, or A[slot] (gain * x), of a few rows, to be multiplied by B in `skinny_linear`."""
     if use_triton(x):

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from quire.kernels.activation import activate
+from quire.kernels.activation import activate, activate_mul
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.base import CanGate, LinearMethod, Partition
 from quire.quantization.encoder_linear import EncoderLinearMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -44,6 +44,12 @@ class ParallelLinear(nn.Module):
         if isinstance(self.method, EncoderLinearMethod):
             return self.method.apply_activated(self, x, self.bias, activation)
         return activate(self(x), activation)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up: outputs are [gate; up]."""
+        if isinstance(self.method, CanGate):
+            return self.method.apply_gated(self, x, self.bias, activation)
+        return activate_mul(self(x), activation)
 
     def fused(
         self,

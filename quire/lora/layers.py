@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank, row_terms
+from quire.kernels.activation import SILU, activate_mul
+from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank, can_gate, gated_low_rank, row_terms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
@@ -91,6 +92,15 @@ class LoRALinearMethod:
         if self.state.active:
             add_low_rank(out, x, self.state.slots, layer.low_rank, self.state.grouped)  # type: ignore[arg-type]
         return out
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        w, grouped = layer.low_rank, self.state.grouped
+        assert isinstance(w, LowRank)
+        if self.state.active and grouped is not None and activation == SILU and can_gate(x, w):
+            return gated_low_rank(self.base.apply(layer, x, bias), x, w, grouped)
+        return activate_mul(self.apply(layer, x, bias), activation)
 
     def apply_fused(
         self,

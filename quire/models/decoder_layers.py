@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.kernels.activation import SILU, activate_mul
+from quire.kernels.activation import SILU
 from quire.kernels.add import add
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.rope_and_write import QKNormParams
@@ -232,7 +232,7 @@ class MLP(nn.Module):
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         """What the down projection takes."""
         if self.gated:
-            return activate_mul(self.up_proj(x), self.activation)
+            return self.up_proj.gated(x, self.activation)
         return self.up_proj.activated(x, self.activation)
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:

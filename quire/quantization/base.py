@@ -92,6 +92,17 @@ class HasPanels(Protocol):
 
 
 @runtime_checkable
+class CanGate(Protocol):
+    """A LinearMethod that does something better with an activation of gate and up than `apply` before it."""
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """activation(gate) * up: outputs are [gate; up]."""
+        ...
+
+
+@runtime_checkable
 class CanDequantize(Protocol):
     """A LinearMethod whose weights can be had unquantized, for experts that are not all packed alike."""
 

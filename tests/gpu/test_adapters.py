@@ -29,6 +29,12 @@ def test_many_tokens(count, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "width"), [(30, 72), (200, 256), (2100, 256)])
+def test_gated(count, width, dtype):
+    lora_cases.check_gated("cuda", dtype, count, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [[1], [0, 1], [-1, 0], [2, -1]])
 @pytest.mark.parametrize("case", lora_cases.ROW_CASES)
 def test_rows_whose_terms_the_base_product_has(case, slots, dtype):

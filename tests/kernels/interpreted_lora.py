@@ -38,6 +38,12 @@ def test_many_tokens(monkeypatch, count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [72, 256])
+def test_gated(width, dtype):
+    lora_cases.check_gated("cpu", dtype, 30, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("slots", [[1], [0, 1], [-1, 0], [2, -1]])
 @pytest.mark.parametrize("case", lora_cases.ROW_CASES)
 def test_rows(case, slots, dtype):

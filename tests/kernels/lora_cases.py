@@ -6,10 +6,13 @@ from quire.kernels.lora import (
     LowRank,
     add_low_rank,
     add_low_rank_torch,
+    gated_low_rank,
+    group_tokens,
     row_terms,
     slots_of_tokens_torch,
     write_slots_of_tokens,
 )
+from quire.kernels.silu_mul import silu_mul
 from quire.kernels.skinny_linear import prepare_skinny_linear, skinny_linear, skinny_linear_torch
 from quire.kernels.skinny_table import SkinnyConfig
 
@@ -117,6 +120,24 @@ def check_many_tokens(device: str, dtype: torch.dtype, count: int) -> None:
     torch.testing.assert_close(out, wanted, atol=5e-5 if exact else 4e-2, rtol=1e-4 if exact else 2e-2)
     untouched = (slots < 0) | (slots == 3)
     assert torch.equal(out[untouched], before[untouched])
+
+
+def check_gated(device: str, dtype: torch.dtype, count: int, width: int) -> None:
+    """As by two kernels, to the bit: of tokens with and without adapters, and of an adapter that leaves it as it is."""
+    torch.manual_seed(count)
+    rank = 12
+    a = torch.randn(4, 2 * rank, 128) / 128**0.5
+    b = torch.randn(4, 2 * width, rank) / rank**0.5
+    x, gate_up = torch.randn(count, 128), torch.randn(count, 2 * width)
+    a, b, x, gate_up = (tensor.to(device, dtype) for tensor in (a, b, x, gate_up))
+    slots = torch.randint(-1, 4, (count,), dtype=torch.int32, device=device)
+    ranks = torch.tensor([rank, rank, 0, rank], dtype=torch.int32, device=device)
+    w = LowRank(a, b, (width, 2 * width), ranks)
+    grouped = group_tokens(slots, 4)
+    assert grouped is not None
+    found = gated_low_rank(gate_up.clone(), x, w, grouped)
+    add_low_rank(gate_up, x, slots, w, grouped)
+    assert torch.equal(found, silu_mul(gate_up))
 
 
 ROW_CASES = {  # inputs, sizes of the outputs' parts, rank, kernel, norm, silu

@@ -44,6 +44,21 @@ def test_registers_hold_a_tile(layer, rank, tokens, tmp_path: Path, monkeypatch:
         assert product in one.kernel.asm["ptx"] and one.fits and one.spilled_bytes(tmp_path) == 0
 
 
+@pytest.mark.parametrize("tokens", [1, 257, 2049])
+def test_gated(tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weights("gate, up", 16)
+    x, out = (torch.empty(tokens, size, dtype=torch.bfloat16) for size in (4096, 28672))
+    grouped = []
+
+    def call() -> None:
+        grouped.append(lora.group_tokens(torch.zeros(tokens, dtype=torch.int32), 2))
+        lora.gated_low_rank(out, x, grouped[0], w.ranks, w.a, w.b)
+
+    _, _, expand = launched(monkeypatch, call)
+    assert expand.name == "_expand_gated_kernel" and "cp.async" in expand.kernel.asm["ptx"]
+    assert expand.fits and expand.spilled_bytes(tmp_path) == 0
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rows_and_their_terms(layer, rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

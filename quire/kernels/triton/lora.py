@@ -46,7 +46,7 @@ class GroupedTokens:
     """Of one adapter in every tile."""
 
     order: torch.Tensor  # [tiles * rows] int32: the token at each position, -1 for none
-    tile_slots: torch.Tensor  # [tiles] int32, -1 for none
+    tile_slots: torch.Tensor  # [tiles] int32; -1 for tiles that are not used, -2 for tokens without an adapter
     num_tokens: int
     tiling: Tiling
 
@@ -81,14 +81,16 @@ def _group_kernel(
         token = first + tl.arange(0, TOKENS)
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
         counts += tl.histogram(tl.where(slot < 0, SLOTS - 1, slot), SLOTS)
-    own = tl.where(s < SLOTS - 1, (counts + ROWS - 1) // ROWS, 0)
+    counts -= tl.where(s == SLOTS - 1, tl.cdiv(num_tokens, TOKENS) * TOKENS - num_tokens, 0)
+    own = (counts + ROWS - 1) // ROWS
     end = tl.cumsum(own, 0)
     begin = end - own
     tl.store(cursors + s, begin * ROWS)
     for first in range(0, num_tiles, TILES):
         tile = first + tl.arange(0, TILES)
         inside = (begin[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
-        tl.store(tile_slots + tile, tl.sum(tl.where(inside, s[None, :] + 1, 0), 1) - 1, mask=tile < num_tiles)
+        slot = tl.where(s == SLOTS - 1, -2, s)
+        tl.store(tile_slots + tile, tl.sum(tl.where(inside, slot[None, :] + 1, 0), 1) - 1, mask=tile < num_tiles)
     for first in range(0, num_tiles * ROWS, TOKENS):
         position = first + tl.arange(0, TOKENS)
         tl.store(order + position, tl.full([TOKENS], -1, tl.int32), mask=position < num_tiles * ROWS)
@@ -98,8 +100,9 @@ def _group_kernel(
         token = first + tl.arange(0, TOKENS)
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
         # In any order: it decides the row in a tile, but not one bit of the result.
-        position = tl.atomic_add(cursors + slot, one, mask=slot >= 0, sem="relaxed")
-        tl.store(order + position, token, mask=slot >= 0)
+        of_slot = cursors + tl.where(slot < 0, SLOTS - 1, slot)
+        position = tl.atomic_add(of_slot, one, mask=token < num_tokens, sem="relaxed")
+        tl.store(order + position, token, mask=token < num_tokens)
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -221,6 +224,85 @@ def _expand_kernel(
                 term = tl.dot(found.to(weights.dtype), tl.trans(weights), term, input_precision="ieee")
         after = (before.to(tl.float32) + term).to(before.dtype)
         tl.store(of_out + column[None, :], after, mask=(token >= 0)[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["positions", "each"])
+def _expand_gated_kernel(
+    inner,
+    order,
+    tile_slots,
+    ranks,
+    b,  # [slots, 2 * columns, rank]
+    gate_up,  # [tokens, 2 * columns]: the base's, gate before up
+    out,  # [tokens, columns]
+    positions,
+    num_columns,
+    rank,
+    each,  # columns of a program
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    RANKS: tl.constexpr,  # all
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """silu(gate) * up of all tokens, after the terms of those that have an adapter."""
+    tile = tl.program_id(1)
+    slot = tl.load(tile_slots + tile)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.load(order + position)
+    own_rank = tl.load(ranks + tl.maximum(slot, 0))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if slot == -1:
+        return
+    begin = tl.program_id(0) * each
+    end = tl.minimum(begin + each, num_columns)
+    row = tl.maximum(token, 0).to(tl.int64)[:, None]
+    of_gate, of_out = gate_up + row * 2 * num_columns, out + row * num_columns
+    if (slot >= 0) & (own_rank > 0):
+        of_inner = inner + position.to(tl.int64)[:, None] * 2 * rank
+        of_b = b + slot.to(tl.int64) * 2 * num_columns * rank
+        kind: tl.constexpr = b.dtype.element_ty
+        gates = _sum_of_splits(of_inner, positions, 2 * rank, rank, 0, SPLITS, ROWS, RANKS).to(kind)
+        ups = _sum_of_splits(of_inner + rank, positions, 2 * rank, rank, 0, SPLITS, ROWS, RANKS).to(kind)
+        for first in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+            column, real = _columns(first, end, COLUMNS, EVEN)
+            gate, up = _gate_and_up(of_gate, column, real, num_columns, EVEN)
+            weights = _factors(of_b, column, rank, 0, real, EVEN, RANKS)
+            gate = (gate + tl.dot(gates, tl.trans(weights), input_precision="ieee")).to(out.dtype.element_ty)
+            weights = _factors(of_b + num_columns * rank, column, rank, 0, real, EVEN, RANKS)
+            up = (up + tl.dot(ups, tl.trans(weights), input_precision="ieee")).to(out.dtype.element_ty)
+            _store_gated(of_out, gate.to(tl.float32), up.to(tl.float32), column, token, real)
+    else:
+        for first in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+            column, real = _columns(first, end, COLUMNS, EVEN)
+            gate, up = _gate_and_up(of_gate, column, real, num_columns, EVEN)
+            _store_gated(of_out, gate, up, column, token, real)
+
+
+@triton.jit
+def _columns(first, end, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    column = first + tl.arange(0, COLUMNS)
+    if EVEN:
+        column = tl.max_contiguous(tl.multiple_of(column, COLUMNS), COLUMNS)
+    return column, column < end
+
+
+@triton.jit
+def _gate_and_up(of_gate, column, real, num_columns, EVEN: tl.constexpr):
+    at = of_gate + column[None, :]
+    gate = tl.load(at) if EVEN else tl.load(at, mask=real[None, :], other=0.0)
+    up = tl.load(at + num_columns) if EVEN else tl.load(at + num_columns, mask=real[None, :], other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _store_gated(of_out, gate, up, column, token, real):
+    found = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(of_out + column[None, :], found.to(of_out.dtype.element_ty), mask=(token >= 0)[:, None] & real[None, :])
 
 
 @triton.jit
@@ -396,32 +478,65 @@ def add_low_rank(
     b: torch.Tensor,
     bounds: tuple[int, int],
 ) -> None:
+    assert out.is_contiguous()
+    inner, tiling = _shrink(x, grouped, ranks, a), grouped.tiling
+    (splits, positions, width), (_, num_outputs, rank) = inner.shape, b.shape
+    second, third = bounds
+    ends = (second, third - second, num_outputs - third)
+    each = _outputs_of_a_program(sum(triton.cdiv(size, OUTPUTS) for size in ends), len(grouped.tile_slots))
+    at_once = min(RANKS, max(16, triton.next_power_of_2(rank)))
+    _expand_kernel[(sum(triton.cdiv(size, each) for size in ends), len(grouped.tile_slots))](
+        inner, grouped.order, grouped.tile_slots, ranks, b, out, positions, width, num_outputs, rank, *bounds, each,
+        SPLITS=splits, ROWS=tiling.rows, OUTPUTS=OUTPUTS, ALIGNED=math.gcd(OUTPUTS, *ends), RANKS=at_once,
+        ONE_STEP=rank <= at_once, STAGES=3, num_warps=4 if tiling.rows < 64 or rank <= 16 else 8, **early_launch(x),
+    )  # fmt: skip
+
+
+def gated_low_rank(
+    gate_up: torch.Tensor,
+    x: torch.Tensor,
+    grouped: GroupedTokens,
+    ranks: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:
+    """silu(gate) * up, [tokens, columns], with the terms of both."""
+    assert gate_up.is_contiguous() and b.shape[2] <= RANKS
+    inner, tiling = _shrink(x, grouped, ranks, a), grouped.tiling
+    (splits, positions, _), (_, num_outputs, rank) = inner.shape, b.shape
+    columns = num_outputs // 2
+    out = torch.empty(len(x), columns, dtype=gate_up.dtype, device=x.device)
+    each = _outputs_of_a_program(triton.cdiv(columns, OUTPUTS), len(grouped.tile_slots))
+    _expand_gated_kernel[(triton.cdiv(columns, each), len(grouped.tile_slots))](
+        inner, grouped.order, grouped.tile_slots, ranks, b, gate_up, out, positions, columns, rank, each,
+        SPLITS=splits, ROWS=tiling.rows, COLUMNS=OUTPUTS, EVEN=columns % OUTPUTS == 0,
+        RANKS=max(16, triton.next_power_of_2(rank)), STAGES=2, num_warps=4 if tiling.rows < 64 else 8,
+        **early_launch(x),
+    )  # fmt: skip
+    return out
+
+
+def _shrink(x: torch.Tensor, grouped: GroupedTokens, ranks: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """[splits, positions, width] float32: what a tile without an adapter has is never read."""
     tiling, tiles = grouped.tiling, len(grouped.tile_slots)
-    assert len(x) == grouped.num_tokens and out.is_contiguous() and x.stride(1) == 1
-    (_, width, num_inputs), (_, num_outputs, rank) = a.shape, b.shape
+    assert len(x) == grouped.num_tokens and x.stride(1) == 1
+    _, width, num_inputs = a.shape
     step = tiling.inputs if x.element_size() == 2 else tiling.inputs // 4
     per_split = triton.cdiv(triton.cdiv(num_inputs, tiling.splits), step) * step
-    splits = triton.cdiv(num_inputs, per_split)
-    positions = tiles * tiling.rows
+    splits, positions = triton.cdiv(num_inputs, per_split), tiles * tiling.rows
     inner = torch.empty(splits, positions, width, dtype=torch.float32, device=x.device)
     block = min(64, max(16, triton.next_power_of_2(width)))
-    launch = early_launch(x)
     _shrink_kernel[(tiles, splits, triton.cdiv(width, block))](
         x, grouped.order, grouped.tile_slots, ranks, a, inner, x.stride(0), positions, width, num_inputs, per_split,
         ROWS=tiling.rows, WIDTH=block, INPUTS=step, EVEN=num_inputs % step == 0, STAGES=tiling.stages,
-        num_warps=4, num_stages=tiling.stages, **launch,
+        num_warps=4, num_stages=tiling.stages, **early_launch(x),
     )  # fmt: skip
-    second, third = bounds
-    ends = (second, third - second, num_outputs - third)
-    # More than a block a program hides the loads of the next one, if enough programs are left.
-    blocks = sum(triton.cdiv(size, OUTPUTS) for size in ends)
-    each = OUTPUTS * max(1, min(8, tiles * blocks // PROGRAMS))
-    at_once = min(RANKS, max(16, triton.next_power_of_2(rank)))
-    _expand_kernel[(sum(triton.cdiv(size, each) for size in ends), tiles)](
-        inner, grouped.order, grouped.tile_slots, ranks, b, out, positions, width, num_outputs, rank, *bounds, each,
-        SPLITS=splits, ROWS=tiling.rows, OUTPUTS=OUTPUTS, ALIGNED=math.gcd(OUTPUTS, *ends), RANKS=at_once,
-        ONE_STEP=rank <= at_once, STAGES=3, num_warps=4 if tiling.rows < 64 or rank <= 16 else 8, **launch,
-    )  # fmt: skip
+    return inner
+
+
+def _outputs_of_a_program(blocks: int, tiles: int) -> int:
+    """More than a block hides the loads of the next one, if enough programs are left."""
+    return OUTPUTS * max(1, min(8, tiles * blocks // PROGRAMS))
 
 
 def shrink_rows(
