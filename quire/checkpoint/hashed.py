@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -10,12 +11,12 @@ import numpy as np
 PIECE_BYTES = 2 << 20  # fixed: hashes do not depend on the number of threads
 
 
-def read_hashed(file: Path, pool: Executor) -> tuple[np.ndarray, list[bytes]]:
-    """Its bytes, and SHA-256 of each piece.
+def read_hashed(file: Path, pool: Executor, memory: Callable[[int], np.ndarray]) -> tuple[np.ndarray, list[bytes]]:
+    """Its bytes, in `memory` of their number, and SHA-256 of each piece.
 
     Not mapped into memory: if the file is cut short meanwhile, as by a trainer that saves anew, the process ends.
     """
-    data = np.empty(file.stat().st_size, np.uint8)
+    data = memory(file.stat().st_size)
     with file.open("rb") as stream:
 
         def read(start: int) -> bytes:

@@ -14,8 +14,9 @@ from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.load_slot import ShardId
 from quire.layers.packed_experts import PackedExperts
-from quire.lora.factors import Adapter, FullShape, bits_of
+from quire.lora.factors import Adapter, FullShape, NewMemory, bits_of
 from quire.lora.layers import AdaptableLinear, Target, adapt_embedding, adapt_experts, adapt_head, adapt_linear
+from quire.lora.ready_memory import ReadyMemory
 from quire.lora.staging import BUFFER_BYTES, Staging
 from quire.lora.state import LoRAState
 from quire.messages.lora import AdapterNews, LoRARequest
@@ -35,7 +36,7 @@ class Adapters:
     def __init__(
         self,
         model: nn.Module,
-        read: Callable[[str, FullShape], Adapter],
+        read: Callable[[str, FullShape, NewMemory], Adapter],
         name_of: Callable[[str, ShardId], str],
         config: LoRAConfig,
         max_rows: int,
@@ -72,6 +73,7 @@ class Adapters:
         self._tasks: Tasks = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = _staging(self._stream) if self._stream is not None else None
+        self._memory = ReadyMemory()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
         thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)
@@ -111,6 +113,7 @@ class Adapters:
             return AdapterNews(lora_id, slot=slot)
 
         self._tasks.put(lambda: self._tell(lora_id, copy, slot))
+        self._tasks.put(self._memory.prepare)
 
     def use(self, lora_id: int, slot: int) -> None:
         """Plans from here on may name it: its copy has ended."""
@@ -140,7 +143,7 @@ class Adapters:
             self._news.put(AdapterNews(lora_id, slot=slot, error=f"{type(error).__name__}: {error}"))
 
     def _load(self, request: LoRARequest) -> AdapterNews:
-        adapter = self._read(request.lora_path, self._full_shape)
+        adapter = self._read(request.lora_path, self._full_shape, self._memory.take)
         if adapter.rank > self._max_rank:
             raise ValueError(
                 f"{request.lora_path}: its rank is {adapter.rank}; at most {self._max_rank} is allowed "

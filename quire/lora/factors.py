@@ -13,6 +13,7 @@ import torch
 from quire.layers.load_slot import ShardId
 
 Factors = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank], bits of the slots' type, the scale in B
+NewMemory = Callable[[int], np.ndarray]  # of this many bytes, uint8
 # [outputs, inputs] of a layer's shard in the checkpoint; None where it takes no adapter.
 FullShape = Callable[[str, ShardId], tuple[int, int] | None]
 

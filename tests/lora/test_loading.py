@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from quire.checkpoint.hashed import PIECE_BYTES, read_hashed
 from quire.checkpoint.tensors import pool_of
 from quire.lora.factors import are_finite, bits_of, scaled
+from quire.lora.ready_memory import ReadyMemory
 from quire.lora.staging import Staging
 from quire.models.loading import peft
 from quire.models.loading.peft import read_adapter
@@ -20,6 +22,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAMES = WeightMap((Rule("layers.{i}.up.{p}", "layers.{i}.up.{p}"),))
 OUT, IN, RANK, LAYERS = 48, 72, 4, 40  # more layers than a thread takes at once
 MODULE = "base_model.model.layers.{}.up"
+
+
+def new_memory(size):
+    return np.empty(size, np.uint8)
 
 
 def tensors(dtype, seed=0):
@@ -42,7 +48,7 @@ def save(folder, given, alpha=3.0, pickled=False):
 
 
 def read(folder, dtype=torch.bfloat16):
-    return read_adapter(str(folder), lambda layer, shard: (OUT, IN), NAMES, dtype)
+    return read_adapter(str(folder), lambda layer, shard: (OUT, IN), new_memory, NAMES, dtype)
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -115,8 +121,9 @@ def test_a_file_is_hashed_in_pieces(tmp_path, threads):
     file = tmp_path / "file"
     file.write_bytes(os.urandom(2 * PIECE_BYTES + 5))
     with pool_of(1, "alone") as alone, pool_of(threads, "test") as pool:
-        data, hashes = read_hashed(file, pool)
-        assert data.tobytes() == file.read_bytes() and hashes == read_hashed(file, alone)[1] and len(set(hashes)) == 3
+        data, hashes = read_hashed(file, pool, new_memory)
+        assert data.tobytes() == file.read_bytes() and len(set(hashes)) == 3
+        assert hashes == read_hashed(file, alone, new_memory)[1]
 
 
 def test_a_file_that_is_cut_short_meanwhile(tmp_path):
@@ -129,7 +136,7 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
             return map(read, pieces)
 
     with pytest.raises(ValueError, match="is cut short"):
-        read_hashed(file, Pool())
+        read_hashed(file, Pool(), new_memory)
 
 
 def test_small_copies_share_a_buffer_and_wait_for_what_is_in_it():
@@ -143,3 +150,16 @@ def test_small_copies_share_a_buffer_and_wait_for_what_is_in_it():
     link.mark().synchronize()
     for values, slot in zip(given, wide, strict=True):
         assert torch.equal(slot[:, : values.shape[1]], values) and not slot[:, values.shape[1] :].any()
+
+
+def test_memory_is_ready_for_files_as_large_as_the_last():
+    memory = ReadyMemory()
+    memory.prepare()
+    assert len(memory.take(100_000)) == 100_000
+    memory.prepare()
+    ready = memory._ready
+    assert memory.take(98_000).base is ready and memory.take(98_000).base is None
+    memory.prepare()
+    assert [memory.take(size).base for size in (50_000, 98_000)] == [None, None]
+    memory.prepare()
+    assert memory.take(200_000).base is None

@@ -23,7 +23,7 @@ from quire.config.lora import MAX_LORA_RANK
 from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.layers.load_slot import ShardId
-from quire.lora.factors import INFINITY, Adapter, Factors, FullShape, are_finite, scaled
+from quire.lora.factors import INFINITY, Adapter, Factors, FullShape, NewMemory, are_finite, scaled
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import WeightNames
 from quire.platforms.cpu_cores import usable_cores
@@ -122,19 +122,20 @@ class PeftConfig:
 def read_adapter(
     path: str,
     full_shape: FullShape,
+    memory: NewMemory,
     names: WeightNames,
     dtype: torch.dtype,
     elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> Adapter:
-    """`names`: of the base model's checkpoint. `dtype`: of the slots. `elsewhere`: whether another worker has what a
-    tensor of it is for."""
+    """`memory`: for its file. `names`: of the base model's checkpoint. `dtype`: of the slots. `elsewhere`: whether
+    another worker has what a tensor of it is for."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
     config = PeftConfig.read(folder)
     digest = hashlib.sha256((folder / CONFIG).read_bytes())
     with pool_of(_num_threads(), "quire-adapter") as pool:
-        tensors, hashes = _tensors(folder, pool)
+        tensors, hashes = _tensors(folder, pool, memory)
         for tensor in tensors:
             digest.update(f"\0{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         digest.update(b"".join(hashes))
@@ -305,11 +306,11 @@ def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, s
         )
 
 
-def _tensors(folder: Path, pool: Executor) -> tuple[list[Stored], list[bytes]]:
+def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stored], list[bytes]]:
     """And hashes of all that is stored."""
     if (folder / SAFETENSORS).is_file():
         entries = read_entries(folder / SAFETENSORS)
-        data, hashes = read_hashed(folder / SAFETENSORS, pool)
+        data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
         types = [getattr(torch, DTYPES[entry.dtype][0]) for entry in entries]
         return [
             _stored(entry.name, dtype, entry.shape, data[entry.start : entry.stop])
