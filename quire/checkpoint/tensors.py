@@ -82,11 +82,15 @@ def reader_pool(threads: int | None = None) -> Iterator[Executor]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        count = threads or min(before, os.cpu_count() or 1)
-        with _InPlace() if threads == 1 else ThreadPoolExecutor(count, "weights") as pool:
+        with pool_of(threads or min(before, os.cpu_count() or 1), "weights") as pool:
             yield pool
     finally:
         torch.set_num_threads(before)
+
+
+def pool_of(threads: int, name: str) -> Executor:
+    """A single thread is the caller's own."""
+    return _InPlace() if threads <= 1 else ThreadPoolExecutor(threads, name)
 
 
 class _InPlace(Executor):

@@ -3,7 +3,7 @@
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -14,13 +14,15 @@ from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.load_slot import ShardId
 from quire.layers.packed_experts import PackedExperts
-from quire.lora.factors import Adapter, FullShape
+from quire.lora.factors import Adapter, FullShape, NewMemory, bits_of
 from quire.lora.layers import AdaptableLinear, Target, adapt_embedding, adapt_experts, adapt_head, adapt_linear
+from quire.lora.ready_memory import ReadyMemory
+from quire.lora.staging import BUFFER_BYTES, Staging
 from quire.lora.state import LoRAState
 from quire.messages.lora import AdapterNews, LoRARequest
 
 Key = tuple[str, ShardId]
-# This worker's part of an adapter's factors, in the type of the device's, in memory that it can copy from.
+# This worker's part of an adapter's factors, in the type of the slots.
 HostFactors = dict[Key, tuple[torch.Tensor, torch.Tensor]]
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -34,7 +36,7 @@ class Adapters:
     def __init__(
         self,
         model: nn.Module,
-        read: Callable[[str, FullShape], Adapter],
+        read: Callable[[str, FullShape, NewMemory], Adapter],
         name_of: Callable[[str, ShardId], str],
         config: LoRAConfig,
         max_rows: int,
@@ -70,6 +72,8 @@ class Adapters:
         self._news: queue.SimpleQueue[AdapterNews] = queue.SimpleQueue()
         self._tasks: Tasks = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging = _staging(self._stream) if self._stream is not None else None
+        self._memory = ReadyMemory()
         thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
         thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)
@@ -109,6 +113,7 @@ class Adapters:
             return AdapterNews(lora_id, slot=slot)
 
         self._tasks.put(lambda: self._tell(lora_id, copy, slot))
+        self._tasks.put(self._memory.prepare)
 
     def use(self, lora_id: int, slot: int) -> None:
         """Plans from here on may name it: its copy has ended."""
@@ -138,31 +143,31 @@ class Adapters:
             self._news.put(AdapterNews(lora_id, slot=slot, error=f"{type(error).__name__}: {error}"))
 
     def _load(self, request: LoRARequest) -> AdapterNews:
-        adapter = self._read(request.lora_path, self._full_shape)
+        adapter = self._read(request.lora_path, self._full_shape, self._memory.take)
         if adapter.rank > self._max_rank:
             raise ValueError(
                 f"{request.lora_path}: its rank is {adapter.rank}; at most {self._max_rank} is allowed "
                 "(--max-lora-rank)"
             )
-        factors = {key: self._targets[key].part_of(own) for key, own in adapter.factors.items() if key in self._targets}
-        kept = {key: (self._kept(a), self._kept(b)) for key, (a, b) in factors.items()}
-        self._host[request.lora_int_id] = kept
-        size = sum(a.nbytes + b.nbytes for a, b in kept.values())
+        parts = {key: self._targets[key].part_of(own) for key, own in adapter.factors.items() if key in self._targets}
+        arrays = [array for pair in parts.values() for array in pair]
+        size = sum(array.nbytes for array in arrays)
+        if not all(array.flags.c_contiguous for array in arrays) or _memory(arrays) > 1.1 * size:
+            parts = {key: (a.copy(), b.copy()) for key, (a, b) in parts.items()}  # without the rest of the file
+        self._host[request.lora_int_id] = {key: (self._kept(a), self._kept(b)) for key, (a, b) in parts.items()}
         return AdapterNews(request.lora_int_id, adapter.content, size)
 
     def _copy(self, lora_id: int, slot: int) -> None:
         factors = self._host[lora_id]
-        for key in self._in_slot.pop(slot, set()):
-            target = self._targets[key]
-            _fill(target.a[slot])
-            _fill(target.b[slot])
-            _fill(target.ranks[slot])
+        before = [self._targets[key] for key in self._in_slot.pop(slot, set())]
+        _clear([values[slot] for target in before for values in (target.a, target.b)])
+        _clear([target.ranks[slot] for target in before])
         self._in_slot[slot] = set(factors)
         ranks: dict[torch.Tensor, int] = {}  # the highest of layers that are one here
         for key, (a, b) in factors.items():
             target = self._targets[key]
-            _write(target.a[slot, : len(a)], a)
-            _write(target.b[slot, :, : len(a)], b)
+            self._write(a, target.a[slot, : len(a)])
+            self._write(b, target.b[slot, :, : len(a)])
             ranks[target.ranks] = max(ranks.get(target.ranks, 0), len(a))
         for of_layer, rank in ranks.items():
             of_layer[slot] = rank
@@ -174,41 +179,34 @@ class Adapters:
     def _takes(self, layer: str, shard: ShardId, vocabulary: bool) -> bool:
         return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"), vocabulary)
 
-    def _kept(self, values: np.ndarray) -> torch.Tensor:
-        """In the type of the slots; rounded here, so that a copy is one of bytes."""
-        values = np.ascontiguousarray(values, np.float32)
-        if self._dtype == torch.bfloat16:
-            bits = values.view(np.uint32)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
-            kept = torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
-        elif self._dtype == torch.float16:
-            with np.errstate(over="ignore"):
-                halves = values.astype(np.float16)
-            if not np.isfinite(halves).all():
-                raise ValueError("it has values that float16 cannot hold; use --dtype bfloat16")
-            kept = torch.from_numpy(halves)
+    def _kept(self, bits: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(bits).view(self._dtype)
+
+    def _write(self, values: torch.Tensor, slot: torch.Tensor) -> None:
+        if self._staging is not None:
+            self._staging.copy(values, slot)
         else:
-            kept = torch.from_numpy(values)
-        return kept.pin_memory() if self._stream is not None else kept
+            bits_of(slot)[...] = bits_of(values)
 
 
-def _fill(slot: torch.Tensor) -> None:
-    if slot.is_cuda:
-        slot.zero_()
-    else:
-        _bits(slot)[...] = 0
+def _staging(stream: torch.cuda.Stream) -> Staging:
+    """Shared by all adapters: it takes long to page-lock memory, and kernels are launched only after."""
+    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    return Staging(buffers, lambda staged, out: out.copy_(staged, non_blocking=True), stream.record_event)
 
 
-def _write(slot: torch.Tensor, values: torch.Tensor) -> None:
-    if slot.is_cuda:
-        slot.copy_(values, non_blocking=True)
-    else:
-        _bits(slot)[...] = _bits(values)
+def _memory(arrays: Iterable[np.ndarray]) -> int:
+    """Bytes that these arrays keep from being freed."""
+    owners = [array if array.base is None else array.base for array in arrays]
+    return sum({id(owner): owner.nbytes for owner in owners}.values())
 
 
-def _bits(values: torch.Tensor) -> np.ndarray:
-    """numpy's view of the memory: it copies without a pool of threads, and knows no bfloat16."""
-    return values.view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize]).numpy()
+def _clear(slots: list[torch.Tensor]) -> None:
+    if slots and slots[0].is_cuda:
+        torch._foreach_zero_(slots)
+        return
+    for slot in slots:  # by numpy, which has no pool of threads
+        bits_of(slot)[...] = 0
 
 
 def _run(tasks: Tasks) -> None:

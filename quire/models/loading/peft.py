@@ -1,12 +1,12 @@
-"""Adapters in PEFT's format: what their files hold, checked, as factors of a model's linear layers.
+"""Adapters in PEFT's format: what their files hold, checked, as factors of a model's linear layers."""
 
-Arrays are numpy's: a torch operation in the loader's thread would start a pool of threads that compete with the steps.
-"""
-
+import functools
 import hashlib
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.checkpoint.hashed import read_hashed
 from quire.checkpoint.json_file import read_json
 from quire.checkpoint.pt_file import open_pt
-from quire.checkpoint.safetensors_file import SafetensorsTensor, read_entries
+from quire.checkpoint.safetensors_file import DTYPES, read_entries
+from quire.checkpoint.tensors import pool_of
 from quire.config.lora import MAX_LORA_RANK
 from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.layers.load_slot import ShardId
-from quire.lora.factors import Adapter, Factors, FullShape
+from quire.lora.factors import INFINITY, Adapter, Factors, FullShape, NewMemory, are_finite, scaled
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import WeightNames
+from quire.platforms.cpu_cores import usable_cores
 
 CONFIG, SAFETENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # What would change results and is not computed here, with the values that ask for nothing.
@@ -54,6 +57,21 @@ _EXPERTS = re.compile(r"(?:[\w.]{1,64}\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?expe
 
 Array = np.ndarray
 PREFIX = "base_model.model."
+BATCH = 32  # modules that a thread takes at once
+MAX_THREADS, CORES_PER_THREAD = 4, 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of an adapter, in memory that may be changed."""
+
+    name: str
+    dtype: torch.dtype
+    bits: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
 
 
 @dataclass(frozen=True)
@@ -104,67 +122,103 @@ class PeftConfig:
 def read_adapter(
     path: str,
     full_shape: FullShape,
+    memory: NewMemory,
     names: WeightNames,
+    dtype: torch.dtype,
     elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> Adapter:
-    """`names`: of the base model's checkpoint. `elsewhere`: whether another worker has what a tensor of it is for."""
+    """`memory`: for its file. `names`: of the base model's checkpoint. `dtype`: of the slots. `elsewhere`: whether
+    another worker has what a tensor of it is for."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
     config = PeftConfig.read(folder)
-    found: dict[str, dict[str, Array]] = {}
-    bases: dict[str, tuple[int, ...]] = {}
     digest = hashlib.sha256((folder / CONFIG).read_bytes())
-    for name, array, raw in _tensors(folder):
-        match = _FACTOR.fullmatch(name) if len(name) <= MAX_NAME else None
-        if match is None and (base := _BASE.fullmatch(name[:MAX_NAME])) is not None:
-            bases[base["module"]] = array.shape
-            continue
-        if match is None:
-            raise ValueError(
-                f"{path}: {name[:MAX_NAME]} is none of lora_A and lora_B of a linear layer, which are supported"
-            )
-        if array.ndim != 2 or 0 in array.shape:
-            raise ValueError(f"{path}: {name} has the shape {list(array.shape)}; it must have two dimensions")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{path}: {name} has values that are not finite")
-        pair, which = found.setdefault(match["module"], {}), match["linear"] or match["embedding"]
-        if which in pair:
-            raise ValueError(f"{path}: {match['module']} has lora_{which} twice; it must be one adapter")
-        pair[which] = array
-        digest.update(f"\0{name}\0{array.shape}\0".encode())
-        digest.update(raw)
-    if not found:
-        raise ValueError(f"{path} holds no tensors")
-    factors: dict[tuple[str, ShardId], Factors] = {}
-    for module, pair in found.items():
-        if pair.keys() != {"A", "B"}:
-            raise ValueError(f"{path}: {module} lacks lora_{'AB'['A' in pair]}.weight")
-        if config.ties and module.rpartition(".")[2] in VOCABULARY:
-            raise ValueError(f"{path}: ensure_weight_tying with {module} is not supported; retrain without it")
-        if elsewhere(f"{module.removeprefix(PREFIX)}.weight"):
-            continue
-        for key, own in _by_layer(module, pair["A"], pair["B"], config, names, full_shape):
-            _check_base(path, module, bases.get(module), full_shape(*key))
-            _check(path, module, key, own, full_shape(*key))
+    with pool_of(_num_threads(), "quire-adapter") as pool:
+        tensors, hashes = _tensors(folder, pool, memory)
+        for tensor in tensors:
+            digest.update(f"\0{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        digest.update(b"".join(hashes))
+        found, bases = _pairs(path, tensors)
+
+        def read(modules: Sequence[str]) -> list[tuple[str, tuple[str, ShardId], Factors]]:
+            own = []
+            for module in modules:
+                pair = _checked_pair(path, module, found[module], config)
+                if elsewhere(f"{module.removeprefix(PREFIX)}.weight"):
+                    continue
+                a = scaled(pair["A"].bits, pair["A"].dtype, 1, dtype)
+                for key, factors in _by_layer(module, a, pair["B"], config, names, full_shape, dtype):
+                    _check_base(path, module, bases.get(module), full_shape(*key))
+                    _check(path, module, key, factors, full_shape(*key))
+                    own.append((module, key, factors))
+            return own
+
+        modules = list(found)
+        batches = [modules[i : i + BATCH] for i in range(0, len(modules), BATCH)]
+        factors: dict[tuple[str, ShardId], Factors] = {}
+        for module, key, own in itertools.chain.from_iterable(pool.map(read, batches)):
             if key in factors:
                 raise ValueError(f"{path}: {module} is a layer that another of its modules is too")
             factors[key] = own
     return Adapter(factors, digest.digest())
 
 
+@functools.cache
+def _num_threads() -> int:
+    """Few: steps run meanwhile."""
+    return min(MAX_THREADS, usable_cores() // CORES_PER_THREAD)
+
+
+def _pairs(path: str, tensors: Sequence[Stored]) -> tuple[dict[str, dict[str, Stored]], dict[str, tuple[int, ...]]]:
+    """A and B by module, and shapes of the base's own weights."""
+    found: dict[str, dict[str, Stored]] = {}
+    bases: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        name = tensor.name
+        match = _FACTOR.fullmatch(name) if len(name) <= MAX_NAME else None
+        if match is None and (base := _BASE.fullmatch(name[:MAX_NAME])) is not None:
+            bases[base["module"]] = tensor.shape
+            continue
+        if match is None:
+            raise ValueError(
+                f"{path}: {name[:MAX_NAME]} is none of lora_A and lora_B of a linear layer, which are supported"
+            )
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise ValueError(f"{path}: {name} has the shape {list(tensor.shape)}; it must have two dimensions")
+        pair, which = found.setdefault(match["module"], {}), match["linear"] or match["embedding"]
+        if which in pair:
+            raise ValueError(f"{path}: {match['module']} has lora_{which} twice; it must be one adapter")
+        pair[which] = tensor
+    if not found:
+        raise ValueError(f"{path} holds no tensors")
+    return found, bases
+
+
+def _checked_pair(path: str, module: str, pair: dict[str, Stored], config: PeftConfig) -> dict[str, Stored]:
+    if pair.keys() != {"A", "B"}:
+        raise ValueError(f"{path}: {module} lacks lora_{'AB'['A' in pair]}.weight")
+    if config.ties and module.rpartition(".")[2] in VOCABULARY:
+        raise ValueError(f"{path}: ensure_weight_tying with {module} is not supported; retrain without it")
+    for tensor in pair.values():
+        if not are_finite(tensor.bits, tensor.dtype):
+            raise ValueError(f"{path}: {tensor.name} has values that are not finite")
+    return pair
+
+
 def _by_layer(
     module: str,
     a: Array,
-    b: Array,
+    b: Stored,
     config: PeftConfig,
     names: WeightNames,
     full_shape: FullShape,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """The factors of each of our layers and shards that a module of the checkpoint is."""
     name = module.removeprefix(PREFIX)
     if (experts := _EXPERTS.fullmatch(name)) is not None:
-        yield from _of_fused_experts(name, experts, a, b, config, names, full_shape)
+        yield from _of_fused_experts(name, experts, a, b, config, names, full_shape, dtype)
         return
     target = names.target(f"{name}.weight") or names.target(f"model.{name}.weight")
     layer = target.parameter.removesuffix(".weight") if target is not None else ""
@@ -174,13 +228,13 @@ def _by_layer(
             f"{module} takes no adapter in this model: it has no such layer, or --lora-target-modules leaves it out "
             f"(it takes one if {name.rpartition('.')[2]} is among them)"
         )
-    b = _scaled(name, len(a), b, config)
+    of_all = _scaled(name, len(a), b, config, dtype)
     if isinstance(target.transform, RowOrder):  # of the outputs, as the weights' rows were reordered
-        b = target.transform(torch.from_numpy(b)).numpy()
+        of_all = of_all[target.transform(torch.arange(len(of_all))).numpy()]
     ends = np.cumsum([shape[0] for shape in shapes if shape])
-    if len(shapes) > 1 and len(b) != ends[-1]:
-        raise ValueError(f"{module}.lora_B has {len(b)} outputs; this model's layer has {ends[-1]}")
-    for shard, rows in zip(target.shards, np.split(b, ends[:-1]), strict=True):
+    if len(shapes) > 1 and len(of_all) != ends[-1]:
+        raise ValueError(f"{module}.lora_B has {len(of_all)} outputs; this model's layer has {ends[-1]}")
+    for shard, rows in zip(target.shards, np.split(of_all, ends[:-1]), strict=True):
         yield (layer, shard), (a, rows)
 
 
@@ -188,10 +242,11 @@ def _of_fused_experts(
     name: str,
     place: re.Match[str],
     a: Array,
-    b: Array,
+    b: Stored,
     config: PeftConfig,
     names: WeightNames,
     full_shape: FullShape,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """PEFT's `target_parameters`: A [experts * rank, in] and B [out, rank * experts] of all experts. Where both of a
     layer's parameters have factors, those of the first are inside the other's module."""
@@ -210,26 +265,25 @@ def _of_fused_experts(
     if len(a) % count or b.shape[1] != len(a):
         raise ValueError(f"{name}: A is {list(a.shape)}, B {list(b.shape)}; with {count} experts A has as many ranks")
     parameter = f"{name.removesuffix('.base_layer')}.{part}"
-    b = _scaled(parameter, len(a) // count, b, config)
+    of_all = _scaled(parameter, len(a) // count, b, config, dtype)
     stored = names.target(parameter) or names.target(f"model.{parameter}")
     if part == "gate_up_proj" and stored is not None and stored.transform is not None:
         # Of [experts, inputs, outputs] with outputs in another order than ours: gpt-oss has gate and up in turns.
-        b = stored.transform(torch.from_numpy(b.T[None]))[0].numpy()
-    by_expert_a, by_expert_b = a.reshape(count, -1, a.shape[1]), b.reshape(len(b), -1, count)
+        of_all = stored.transform(torch.from_numpy(of_all.T[None]))[0].numpy()
+    by_expert_a, by_expert_b = a.reshape(count, -1, a.shape[1]), of_all.reshape(len(of_all), -1, count)
     for e in range(count):
         for shard, rows in zip(shards, np.split(by_expert_b[..., e], len(shards)), strict=True):
             yield (f"{layer}.{e}", shard), (by_expert_a[e], rows)
 
 
-def _scaled(module: str, rank: int, b: Array, config: PeftConfig) -> Array:
+def _scaled(module: str, rank: int, b: Stored, config: PeftConfig, dtype: torch.dtype) -> Array:
     said, scale = config.of(module)
     if rank != said:
         raise ValueError(f"{module} has factors of rank {rank}; {CONFIG} says {said}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled: Array = b * np.float32(scale)
-    if not np.isfinite(scaled).all():
-        raise ValueError(f"{module} has values that are not finite once scaled by {scale:g}")
-    return scaled
+    try:
+        return scaled(b.bits, b.dtype, scale, dtype)
+    except OverflowError:
+        raise ValueError(f"{module} has values that are not finite once scaled by {scale:g}") from None
 
 
 def _check_base(path: str, module: str, shape: tuple[int, ...] | None, full: tuple[int, int] | None) -> None:
@@ -252,33 +306,33 @@ def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, s
         )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Array, bytes]]:
-    """Name, values in float32, stored bytes."""
+def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stored], list[bytes]]:
+    """And hashes of all that is stored."""
     if (folder / SAFETENSORS).is_file():
         entries = read_entries(folder / SAFETENSORS)
-        # Not mapped into memory: if the file is cut short meanwhile, as by a trainer that saves anew, the process ends.
-        data = torch.frombuffer(bytearray((folder / SAFETENSORS).read_bytes()), dtype=torch.uint8)
-        for tensor in (SafetensorsTensor(entry, data) for entry in entries):
-            yield tensor.name, *_wide(tensor.name, tensor.tensor())
-    elif (folder / PICKLED).is_file():
+        data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
+        types = [getattr(torch, DTYPES[entry.dtype][0]) for entry in entries]
+        return [
+            _stored(entry.name, dtype, entry.shape, data[entry.start : entry.stop])
+            for entry, dtype in zip(entries, types, strict=True)
+        ], hashes
+    if (folder / PICKLED).is_file():
         size = (folder / PICKLED).stat().st_size
-        for stored in open_pt((folder / PICKLED,)):
-            if stored.stored.nbytes > size:  # one number, seen as many
-                raise ValueError(f"{folder}: {stored.name} is larger than {PICKLED}")
-            yield stored.name, *_wide(stored.name, stored.stored)
-    else:
-        raise ValueError(f"{folder} has neither {SAFETENSORS} nor {PICKLED}")
+        tensors = []
+        for one in open_pt((folder / PICKLED,)):
+            if one.nbytes > size:  # one number, seen as many
+                raise ValueError(f"{folder}: {one.name} is larger than {PICKLED}")
+            data = one.stored.contiguous().flatten().view(torch.uint8).numpy().copy()
+            tensors.append(_stored(one.name, one.stored.dtype, one.shape, data))
+        return tensors, [hashlib.sha256(tensor.bits.data).digest() for tensor in tensors]
+    raise ValueError(f"{folder} has neither {SAFETENSORS} nor {PICKLED}")
 
 
-def _wide(name: str, stored: torch.Tensor) -> tuple[Array, bytes]:
-    if stored.dtype == torch.bfloat16:
-        halves = stored.contiguous().view(torch.int16).numpy()
-        wide = (halves.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return wide, halves.tobytes()
-    if stored.dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"{name} is {stored.dtype}; supported: float32, float16, bfloat16")
-    values = stored.contiguous().numpy()
-    return values.astype(np.float32), values.tobytes()
+def _stored(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: Array) -> Stored:
+    if dtype not in INFINITY:
+        raise ValueError(f"{name} is {dtype}; supported: float32, float16, bfloat16")
+    bits = data.view(f"i{dtype.itemsize}")
+    return Stored(name, dtype, (bits if bits.flags.aligned else bits.copy()).reshape(shape))
 
 
 def _patterns(config: Mapping[str, Any], name: str) -> dict[re.Pattern[str], Any]:
