@@ -51,7 +51,7 @@ class TransferConfig:
     kv_offloading_size: float | None = option(
         None,
         "GiB of host memory, of all ranks together, for KV-cache blocks that leave the device; 0: none; default: on a "
-        "GPU a part of what is free, on a CPU none",
+        "GPU a part of what is free, on a CPU and for models that pool none",
         minimum=0,
         maximum=MAX_GIB,
     )

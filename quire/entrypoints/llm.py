@@ -1,6 +1,6 @@
 """Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`; what pools is in pooling/offline.py."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -360,15 +360,17 @@ class LLM(PoolingMethods, ControlMethods, UnavailableMethods):
         ids: list[str] = []
         try:
             for prompt, one, rank in zip(prompts, params, priorities, strict=True):
-                self._counter += 1
-                self.llm_engine.add_request(str(self._counter), prompt, one, priority=rank)
-                ids.append(str(self._counter))
+                ids.append(self._add(prompt, one, rank))
             if any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in params):
                 self.llm_engine.compile_grammars(ids)  # so that one that cannot be enforced raises before any runs
         except BaseException:
             self.llm_engine.abort_request(ids)
             raise
         return ids
+
+    def _add(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams, priority: int = 0) -> str:
+        self._counter += 1
+        return self.llm_engine.add_request(str(self._counter), prompt, params, priority=priority)
 
     def _enqueued_as(self, ids: list[str]) -> list[str]:
         self._enqueued += ids
@@ -378,15 +380,27 @@ class LLM(PoolingMethods, ControlMethods, UnavailableMethods):
         self._counter += 1
         return str(self._counter)
 
-    def _run(self, ids: list[str], use_tqdm: bool | Callable[..., Any], doing: str = "Generating") -> list[Any]:
+    def _run(
+        self,
+        ids: list[str],
+        use_tqdm: bool | Callable[..., Any],
+        doing: str = "Generating",
+        count: int | None = None,
+        adding: Iterator[None] | None = None,
+    ) -> list[Any]:
+        """Until all have ended. `adding`: adds requests before a step, and their ids to `ids`, up to `count` in all."""
+        count = len(ids) if count is None else count
         done: dict[str, Any] = {i: self._early.pop(i) for i in ids if i in self._early}
         wanted = set(ids)
-        progress = Progress(len(ids), doing, use_tqdm if callable(use_tqdm) else None) if use_tqdm else None
+        progress = Progress(count, doing, use_tqdm if callable(use_tqdm) else None) if use_tqdm else None
         try:
             if self.is_paused():
                 raise RuntimeError("the engine is paused or asleep; let it go on (resume_generation, wake_up)")
             with interruption() as interrupted:
-                while len(done) < len(ids):
+                while len(done) < count:
+                    if len(wanted) < count and adding is not None:
+                        next(adding, None)
+                        wanted.update(ids[len(wanted) :])
                     for output in self.llm_engine.step():
                         if output.request_id not in wanted:
                             if output.request_id in self._enqueued:

@@ -61,9 +61,10 @@ def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
     is_default = size is None
     if size is None:
         size = 0.0
-        # Not beside connectors of the user's, nor with executors that have none.
+        # Not beside connectors of the user's, nor with executors that have none. Texts to pool share too little.
         own_process = config.parallel.distributed_executor_backend in (None, "uni") and ranks == 1
-        if platform.has_own_memory and own_process and config.cache.enable_prefix_caching and not transfer.connectors:
+        helps = config.cache.enable_prefix_caching and config.pooling.setup is None
+        if platform.has_own_memory and own_process and helps and not transfer.connectors:
             size = default_offloading_gib(HostClaims(), config.parallel.data_parallel_size)
     return dataclasses.replace(
         transfer,

@@ -11,7 +11,7 @@ from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.pooling.heads import Heads
-from quire.pooling.methods import Chunk, PoolingMethod
+from quire.pooling.methods import Chunk, LastToken, PoolingMethod
 from quire.pooling.registry import find_pooling_type, make_pooling_method
 
 
@@ -97,8 +97,14 @@ class Pooler:
         """Whether every row does, so that no logits are needed."""
         return bool(self._rows) and self._rows.keys() >= set(plan.rows.tolist())
 
-    def pool(self, plan: SchedulerOutput, hidden: torch.Tensor) -> list[Pooled]:
-        """hidden [N, hidden] of the plan's tokens -> results of rows whose prompt is complete now, by kind."""
+    def reads_last_tokens(self, plan: SchedulerOutput) -> bool:
+        """Whether every row pools, and reads no hidden state but that of its last token in the step."""
+        prompts = [self._rows.get(row) for row in plan.rows.tolist()]
+        return all(one is not None and isinstance(self._methods[one.kind.pooling_type], LastToken) for one in prompts)
+
+    def pool(self, plan: SchedulerOutput, hidden: torch.Tensor, of_last: bool = False) -> list[Pooled]:
+        """hidden [N or more, hidden] of the plan's tokens -> results of rows whose prompt is complete now, by kind.
+        `of_last`: `hidden` has each row's last token alone, which must be all that is read."""
         if not self._rows:
             return []
         chunks: defaultdict[PoolingKind, list[Chunk]] = defaultdict(list)
@@ -111,10 +117,10 @@ class Pooler:
                 start = prompt.next_position
                 prompt.next_position += count
                 is_last = prompt.next_position == prompt.num_tokens
-                chunks[prompt.kind].append(Chunk(row, first, count, start, is_last))
+                chunks[prompt.kind].append(Chunk(row, first, 1 if of_last else count, start, is_last))
                 if is_last:
                     places[prompt.kind].append(place)
-            first += count
+            first += 1 if of_last else count
         pooled = [(kind, self._methods[kind.pooling_type].pool(hidden, found)) for kind, found in chunks.items()]
         return [
             self._finished(kind, places[kind], [self._rows[rows[place]] for place in places[kind]], vectors)

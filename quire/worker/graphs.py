@@ -43,7 +43,7 @@ class GraphKey:
 @dataclass
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [rows of the key, vocab]: every replay writes them here
+    result: torch.Tensor  # every replay writes it here
 
 
 class StepBuffers:
@@ -109,9 +109,9 @@ class StepGraphs:
         adapters: bool = False,
         sizes: tuple[list[int], list[int]] | None = None,
     ) -> None:
-        """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
-        after a capture that failed. `adapters`: steps may have some, so each size is captured with and without.
-        `sizes`: of `graph_sizes`."""
+        """`compute` runs a step of the key's size from the buffers and returns its logits [rows, vocab], or hidden
+        states [tokens, hidden]. `reset_workspaces` is called after a capture that failed. `adapters`: steps may have
+        some, so each size is captured with and without. `sizes`: of `graph_sizes`."""
         self.compute = compute
         self.backends = backends
         self.reset_workspaces = reset_workspaces
@@ -153,7 +153,7 @@ class StepGraphs:
     def run_decode(
         self, rows: np.ndarray, prefix_len: int, tokens_per_row: int = 1, adapters: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows and logits of all tokens, both padded, of a step of as many tokens in each row; None if there is no
+        """Rows and results of all tokens, both padded, of a step of as many tokens in each row; None if there is no
         graph for it (yet)."""
         at = bisect_left(self.decode_rows, len(rows))
         if at == len(self.decode_rows) or tokens_per_row not in self.tokens_per_row:
@@ -196,7 +196,7 @@ class StepGraphs:
         step = self._captured[key]
         step.graph.replay()
         self.num_replays += 1
-        return buffers.rows[: key.num_rows], step.logits
+        return buffers.rows[: key.num_rows], step.result
 
     def _capture(self, key: GraphKey) -> None:
         buffers = self.decode_buffers if key.decode_only else self.mixed_buffers
@@ -205,8 +205,8 @@ class StepGraphs:
             buffers.fill_decode(no_rows, key.num_rows, 0)
         else:
             buffers.fill(no_rows, no_rows, [no_rows] * len(self.backends.distinct))
-        graph, logits = capture(lambda: self.compute(key, buffers), self.device, self._stream, self._pool)
-        self._captured[key] = CapturedStep(graph, unowned(logits))
+        graph, result = capture(lambda: self.compute(key, buffers), self.device, self._stream, self._pool)
+        self._captured[key] = CapturedStep(graph, unowned(result))
 
 
 def capture(
@@ -242,11 +242,11 @@ class _Memory:
         }  # fmt: skip
 
 
-def unowned(logits: torch.Tensor) -> torch.Tensor:
+def unowned(result: torch.Tensor) -> torch.Tensor:
     """A view that does not own its memory, so that graphs captured next reuse it: all share a pool, run one after the
-    other on one stream, and a step's logits are sampled before the next step runs. Otherwise each graph would keep its
-    own, 2 GB in all with a vocabulary of 152k. The pool lives as long as one of its graphs."""
-    if not logits.is_cuda or not logits.is_contiguous():
-        return logits
-    words = torch.as_tensor(_Memory(logits, "<i2", 2), device=logits.device)
-    return words.view(logits.dtype).view(logits.shape)
+    other on one stream, and a step's result is sampled or pooled before the next step runs. Otherwise each graph would
+    keep its own, 2 GB in all with a vocabulary of 152k. The pool lives as long as one of its graphs."""
+    if not result.is_cuda or not result.is_contiguous():
+        return result
+    words = torch.as_tensor(_Memory(result, "<i2", 2), device=result.device)
+    return words.view(result.dtype).view(result.shape)

@@ -91,8 +91,10 @@ class ModelRunner:
         self.model = model
         self.heads, self.cache_memory = heads, cache_memory
         self.stages = stages
-        self.backends = backends
-        self.device = device
+        # Then no row ever samples, and what graphs return are hidden states.
+        self.pools_only = heads is not None and heads.setup is not None and stages is ONE_STAGE and not num_drafts
+        self._computes_logits = stages.is_last and not self.pools_only and getattr(model, "supports_generation", True)
+        self.backends, self.device = backends, device
         self.vocab_size = vocab_size
         self.logprobs_mode = logprobs_mode
         self.transfers: WorkerTransfers | None = None
@@ -173,6 +175,7 @@ class ModelRunner:
         self.compile_kernels(max_tokens)
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
+            decode, mixed = graph_sizes(max_rows, max_tokens, self.graph_sizes, self.largest_graph)
             self.graphs = StepGraphs(
                 self._captured_step,
                 self.backends,
@@ -182,7 +185,7 @@ class ModelRunner:
                 self.reset_workspaces,
                 self.num_drafts,
                 self.lora is not None,
-                graph_sizes(max_rows, max_tokens, self.graph_sizes, self.largest_graph),
+                ([] if self.pools_only else decode, mixed),
             )
             self.graphs.capture_at_start(largest_only)
             if self.proposer is not None:
@@ -340,10 +343,10 @@ class ModelRunner:
         prefix_len = self._shared_prefix(plan) if decode_only else 0
         adapters = self.lora is not None and self.lora.needed(plan.rows)
         capturable = self._layer_hooks is None and plan.features is None
-        needs_hidden = self._needs_hidden(plan)
-        if self.graphs is not None and capturable and not needs_hidden:
+        needs_hidden = self.prompt_logprobs.needed(plan) or self.pooler.needed(plan)
+        if self.graphs is not None and capturable and needs_hidden == self.pools_only:
             replayed = None
-            if decode_only:
+            if decode_only and not self.pools_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len, adapters=adapters)
             elif plan.num_drafts is None or not plan.num_drafts.any():
                 replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens, adapters)
@@ -351,7 +354,10 @@ class ModelRunner:
                 replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]), adapters)
             if replayed is not None:
                 pending.rows, result = replayed
-                pending.logits = None if self.stages.send(result) else result
+                if self.pools_only:
+                    pending.pooled = _to_host(self.pooler.pool(plan, result))
+                elif not self.stages.send(result):
+                    pending.logits = result
                 return
         query_start = first_tokens(plan.num_tokens)
         more = (logit_positions(query_start, plan.num_drafts), [prefix_len])
@@ -360,7 +366,8 @@ class ModelRunner:
         if plan.features is not None:
             self.features.encode(plan.features)
         verifies = plan.num_drafts is not None and bool(plan.num_drafts.any())
-        apart = self._computes_last_apart(len(plan.rows), plan.total_tokens, adapters or verifies or needs_hidden)
+        reads_more = adapters or verifies or (needs_hidden and not self.pooler.reads_last_tokens(plan))
+        apart = self._computes_last_apart(len(plan.rows), plan.total_tokens, reads_more)
         hidden = self._compute_hidden(
             batch,
             prefix if prefix_len else None,
@@ -375,8 +382,7 @@ class ModelRunner:
         if not self.pooler.pools_all(plan):
             pending.logits = self._compute_logits(hidden, slice(None) if decode_only or apart else last)
         pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
-        if pooled := self.pooler.pool(plan, hidden):
-            pending.pooled = _to_host(pooled)
+        pending.pooled = _to_host(self.pooler.pool(plan, hidden, of_last=apart))
 
     @torch.inference_mode()
     def compile_kernels(self, max_tokens: int) -> None:
@@ -402,10 +408,10 @@ class ModelRunner:
                     self._captured_step(GraphKey(num_rows, num_rows, decode_only=True, shared_prefix=True), buffers)
             if self.proposer is not None:
                 self.proposer.launch_kernels([n for n in COMPILED_ROWS if n <= len(self.rows.num_tokens)], max_tokens)
-            for draw in Draw if self.stages.is_last else ():
+            for draw in Draw if self._computes_logits else ():
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
-            if self.stages.is_last:
+            if self._computes_logits:
                 self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
             if self.proposer is not None and self.proposer.sampled is not None:
                 self.proposer.sampled.launch_kernels(logits[:4], self.rows, self.sampler.parameters.device)
@@ -419,8 +425,7 @@ class ModelRunner:
         rows = min(num_tokens, len(self.rows.num_tokens))
         batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
         hidden = self._compute_hidden(batch, None, adapters=adapters)
-        computes_logits = self.stages.is_last and getattr(self.model, "supports_generation", True)
-        return self._compute_logits(hidden, slice(rows * (1 + self.num_drafts))) if computes_logits else hidden
+        return self._compute_logits(hidden, slice(rows * (1 + self.num_drafts))) if self._computes_logits else hidden
 
     def _compute_logits(self, hidden: torch.Tensor, tokens: torch.Tensor | slice) -> torch.Tensor:
         """Of these tokens of the step."""
@@ -433,15 +438,15 @@ class ModelRunner:
             prefix = buffers.prefix_len if key.shared_prefix else None
             batch = StepBatch.of_equal(rows, key.tokens_per_row, buffers.query_start)
             hidden = self._compute_hidden(batch, prefix, adapters=key.adapters)
-            return self._compute_logits(hidden, slice(None)) if self.stages.is_last else hidden
+            return self._compute_logits(hidden, slice(None)) if self._computes_logits else hidden
         token_rows = buffers.token_rows[: key.num_tokens]
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
         batch = StepBatch(rows, buffers.query_start, token_rows, blocks)
         last = buffers.last_token[: key.num_rows]
-        apart = self._computes_last_apart(key.num_rows, key.num_tokens, key.adapters)
+        apart = self._computes_last_apart(key.num_rows, key.num_tokens, key.adapters or self.pools_only)
         hidden = self._compute_hidden(batch, None, last if apart else None, adapters=key.adapters)
-        return self._compute_logits(hidden, slice(None) if apart else last) if self.stages.is_last else hidden
+        return self._compute_logits(hidden, slice(None) if apart else last) if self._computes_logits else hidden
 
     def _computes_last_apart(self, num_rows: int, num_tokens: int, reads_more: bool) -> bool:
         """Whether the last layer of a step is computed for the rows' last tokens alone. `reads_more`: it must not."""
@@ -511,10 +516,6 @@ class ModelRunner:
             self.hidden.keep(streams, hidden)
         return hidden
 
-    def _needs_hidden(self, plan: SchedulerOutput) -> bool:
-        """Whether logits, which are all that graphs return, are not enough."""
-        return self.prompt_logprobs.needed(plan) or self.pooler.needed(plan)
-
     def _shared_prefix(self, plan: SchedulerOutput) -> int:
         """Length of the prefix that all rows share, if attending to it once for all is faster; else 0."""
         if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
@@ -525,9 +526,9 @@ class ModelRunner:
         return length if length >= MIN_SHARED_PREFIX else 0
 
 
-def _to_host(pooled: list[Pooled]) -> Pending[dict[int, np.ndarray]]:
+def _to_host(pooled: list[Pooled]) -> Pending[dict[int, np.ndarray]] | None:
     """By place in the plan."""
-    return Pending(lambda *arrays: by_place(pooled, arrays), *(one.vectors for one in pooled))
+    return Pending(lambda *arrays: by_place(pooled, arrays), *(one.vectors for one in pooled)) if pooled else None
 
 
 def _nothing_sampled() -> ModelRunnerOutput:

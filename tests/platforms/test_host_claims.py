@@ -1,15 +1,19 @@
 """Engines that start together on one host divide its memory."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from quire.config import EngineConfig
+from quire.config.pooling import PoolingSetup
 from quire.distributed.kv_offload.host_memory import HostMemory
-from quire.platforms import cpu_cgroup, cpu_facts
+from quire.platforms import cpu_cgroup, cpu_facts, defaults
 from quire.platforms.defaults import default_offloading_gib
 from quire.platforms.host_claims import HostClaims
 
@@ -53,6 +57,26 @@ def test_it_does_not_matter_how_much_is_pinned_by_now(claims, free):
 
 def test_engines_of_one_server_divide_a_share(claims):
     assert default_offloading_gib(claims, num_engines=4) == pytest.approx(7.5)
+
+
+def test_engines_that_only_pool_have_no_tier_by_default(claims, monkeypatch):
+    gpu = SimpleNamespace(
+        name="cuda", has_own_memory=True, default_dtype=lambda stored: torch.bfloat16, default_max_num_seqs=8,
+        default_max_num_batched_tokens=8192,
+    )  # fmt: skip
+    monkeypatch.setattr(defaults, "current_platform", lambda *_: gpu)
+    monkeypatch.setattr(defaults, "HostClaims", lambda: claims)
+
+    def size(**options):
+        config = EngineConfig.from_kwargs(**options)
+        pools = config.pooling.runner == "pooling"
+        setup = PoolingSetup("embed", ("embed",)) if pools else None
+        config = config.replace(pooling=dataclasses.replace(config.pooling, setup=setup))
+        return defaults.with_platform_defaults(config).transfer.kv_offloading_size
+
+    assert size() == 30
+    assert size(runner="pooling") == 0
+    assert size(runner="pooling", kv_offloading_size=4) == 4
 
 
 def test_a_control_group_has_its_own_limit_and_claims(claims, free, tmp_path):

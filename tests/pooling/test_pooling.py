@@ -288,3 +288,19 @@ def test_a_result_does_not_change_when_the_next_step_runs(reference):
         llm.encode([[5, 6, 7]], params, use_tqdm=False)
         for output, data in zip(first, kept, strict=True):
             assert np.array_equal(output.outputs.data, data)
+
+
+def test_steps_run_while_requests_are_added(reference, monkeypatch):
+    calls, given = [], reference.prompts * 3
+    with engine(reference, max_num_batched_tokens=32) as llm:
+        add, step = llm.llm_engine.add_request, llm.llm_engine.step
+        monkeypatch.setattr(llm.llm_engine, "add_request", lambda *a, **k: calls.append("add") or add(*a, **k))
+        monkeypatch.setattr(llm.llm_engine, "step", lambda: calls.append("step") or step())
+        assert_close(llm.encode(given, use_tqdm=False), reference.vectors("LAST") * 3)
+        assert calls.index("step") < len(reference.prompts) and calls.count("add") == len(given)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            llm.encode([*given, []], use_tqdm=False)
+        while llm.llm_engine.client.core.has_unfinished():
+            step()
+        assert_idle(llm)
+        assert_close(llm.encode(given, use_tqdm=False), reference.vectors("LAST") * 3)

@@ -1,6 +1,6 @@
 """`LLM`'s methods for models that pool."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,10 @@ class PoolingMethods:
     def _chat_renderer(self) -> "ChatRenderer":
         raise NotImplementedError
 
-    def _add_all(
-        self, prompts: list[ParsedPrompt], params: Sequence[Any], priority: Sequence[int] | None = None
-    ) -> list[str]:
+    def _add(self, prompt: ParsedPrompt, params: PoolingParams) -> str:
         raise NotImplementedError
 
-    def _run(self, ids: list[str], use_tqdm: Tqdm, doing: str = "Generating") -> list[Any]:
+    def _run(self, ids: list[str], use_tqdm: Tqdm, doing: str, count: int | None, adding: Iterator[None]) -> list[Any]:
         raise NotImplementedError
 
     def encode(
@@ -216,6 +214,25 @@ class PoolingMethods:
         task = params[0].task if params else None
         parts, counts = split_long(prompts, setup, task, self.llm_engine.max_model_len)
         if counts is None:
-            return self._run(self._add_all(prompts, params), use_tqdm, "Pooling")
+            return self._run_while_adding(prompts, params, use_tqdm)
         repeated = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
-        return joined(self._run(self._add_all(parts, repeated), use_tqdm, "Pooling"), counts)
+        return joined(self._run_while_adding(parts, repeated, use_tqdm), counts)
+
+    def _run_while_adding(
+        self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        ids: list[str] = []
+        return self._run(ids, use_tqdm, "Pooling", len(prompts), self._adding(prompts, params, ids))
+
+    def _adding(self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], ids: list[str]) -> Iterator[None]:
+        """Adds them in parts of two full steps: while the device computes one, the next is ready, and the host adds
+        others. What a step holds is not known here if the engine is in a process of its own, which adds by itself."""
+        limits = self.llm_engine.config.scheduler
+        most_rows, most_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        num_rows = num_tokens = 0
+        for prompt, one in zip(prompts, params, strict=True):
+            ids.append(self._add(prompt, one))
+            num_rows, num_tokens = num_rows + 1, num_tokens + len(prompt.token_ids)
+            if most_rows and most_tokens and (num_rows >= 2 * most_rows or num_tokens >= 2 * most_tokens):
+                num_rows = num_tokens = 0
+                yield
