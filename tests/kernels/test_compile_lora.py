@@ -11,7 +11,7 @@ from quire.kernels.dispatch import INTERPRETED
 from quire.kernels.lora import LowRank, RowTerms
 from quire.kernels.skinny_table import choose_fused
 from quire.kernels.triton import lora, skinny_linear
-from tests.kernels.launched import launched
+from tests.kernels.launched import Launched, launched
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 
@@ -24,6 +24,12 @@ def weights(layer: str, rank: int) -> LowRank:
     shapes = ((2, len(ends) * rank, num_inputs), (2, ends[-1], rank))
     a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
     return LowRank(a, b, ends, torch.zeros(2, dtype=torch.int32))
+
+
+def assert_stores_are_wide(one: Launched) -> None:
+    """A mask that may change from one element to the next makes each a store of its own."""
+    ptx = one.kernel.asm["ptx"]
+    assert "st.global.v4.b32" in ptx and "st.global.b16" not in ptx
 
 
 @pytest.mark.parametrize("tokens", [1, 257, 2049])
@@ -42,6 +48,7 @@ def test_registers_hold_a_tile(layer, rank, tokens, tmp_path: Path, monkeypatch:
     for one in kernels:
         product = "mma.sync" if tokens == 1 else "wgmma"
         assert product in one.kernel.asm["ptx"] and one.fits and one.spilled_bytes(tmp_path) == 0
+    assert_stores_are_wide(kernels[-1])
 
 
 @pytest.mark.parametrize("tokens", [1, 257, 2049])
@@ -57,6 +64,7 @@ def test_gated(tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, expand = launched(monkeypatch, call)
     assert expand.name == "_expand_gated_kernel" and "cp.async" in expand.kernel.asm["ptx"]
     assert expand.fits and expand.spilled_bytes(tmp_path) == 0
+    assert_stores_are_wide(expand)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

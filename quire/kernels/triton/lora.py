@@ -200,7 +200,7 @@ def _expand_kernel(
         part, begin, end = 2, third + (group - to_third) * each, num_outputs
     elif group >= to_second:
         part, begin, end = 1, second + (group - to_second) * each, third
-    end = tl.minimum(begin + each, end)
+    end = tl.multiple_of(tl.minimum(begin + each, end), ALIGNED)  # or a store would be of single elements
     of_inner = inner + position.to(tl.int64)[:, None] * width + part * rank
     of_out = out + tl.maximum(token, 0).to(tl.int64)[:, None] * num_outputs
     of_b = b + slot.to(tl.int64) * num_outputs * rank
@@ -242,7 +242,7 @@ def _expand_gated_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,  # columns that their number is a multiple of
     RANKS: tl.constexpr,  # all
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -259,7 +259,7 @@ def _expand_gated_kernel(
     if slot == -1:
         return
     begin = tl.program_id(0) * each
-    end = tl.minimum(begin + each, num_columns)
+    end = tl.multiple_of(tl.minimum(begin + each, num_columns), ALIGNED)
     row = tl.maximum(token, 0).to(tl.int64)[:, None]
     of_gate, of_out = gate_up + row * 2 * num_columns, out + row * num_columns
     if (slot >= 0) & (own_rank > 0):
@@ -269,26 +269,20 @@ def _expand_gated_kernel(
         gates = _sum_of_splits(of_inner, positions, 2 * rank, rank, 0, SPLITS, ROWS, RANKS).to(kind)
         ups = _sum_of_splits(of_inner + rank, positions, 2 * rank, rank, 0, SPLITS, ROWS, RANKS).to(kind)
         for first in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-            column, real = _columns(first, end, COLUMNS, EVEN)
-            gate, up = _gate_and_up(of_gate, column, real, num_columns, EVEN)
-            weights = _factors(of_b, column, rank, 0, real, EVEN, RANKS)
+            column = tl.max_contiguous(tl.multiple_of(first + tl.arange(0, COLUMNS), ALIGNED), COLUMNS)
+            real = column < end
+            gate, up = _gate_and_up(of_gate, column, real, num_columns, ALIGNED == COLUMNS)
+            weights = _factors(of_b, column, rank, 0, real, ALIGNED == COLUMNS, RANKS)
             gate = (gate + tl.dot(gates, tl.trans(weights), input_precision="ieee")).to(out.dtype.element_ty)
-            weights = _factors(of_b + num_columns * rank, column, rank, 0, real, EVEN, RANKS)
+            weights = _factors(of_b + num_columns * rank, column, rank, 0, real, ALIGNED == COLUMNS, RANKS)
             up = (up + tl.dot(ups, tl.trans(weights), input_precision="ieee")).to(out.dtype.element_ty)
             _store_gated(of_out, gate.to(tl.float32), up.to(tl.float32), column, token, real)
     else:
         for first in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-            column, real = _columns(first, end, COLUMNS, EVEN)
-            gate, up = _gate_and_up(of_gate, column, real, num_columns, EVEN)
+            column = tl.max_contiguous(tl.multiple_of(first + tl.arange(0, COLUMNS), ALIGNED), COLUMNS)
+            real = column < end
+            gate, up = _gate_and_up(of_gate, column, real, num_columns, ALIGNED == COLUMNS)
             _store_gated(of_out, gate, up, column, token, real)
-
-
-@triton.jit
-def _columns(first, end, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    column = first + tl.arange(0, COLUMNS)
-    if EVEN:
-        column = tl.max_contiguous(tl.multiple_of(column, COLUMNS), COLUMNS)
-    return column, column < end
 
 
 @triton.jit
@@ -341,8 +335,6 @@ def _shrink_row_kernel(
     HAS_GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(2)
     column = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     k = split * INPUTS + tl.arange(0, INPUTS)
@@ -352,11 +344,13 @@ def _shrink_row_kernel(
         factor = tl.load(gain + k, mask=k < num_inputs, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-        guess = slot
-        slot = tl.load(slots + row, volatile=True)
-        if slot != guess:
-            slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
+    now = tl.load(slots + row, volatile=True)
     values = tl.load(x + row.to(tl.int64) * x_stride + k, mask=k < num_inputs, other=0.0).to(tl.float32)
+    if PDL:
+        # Not earlier: the base's weights, which the next kernel begins to load, would be ahead of these in the queue.
+        gdc_launch_dependents()
+        if now != slot:
+            slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
     if HAS_GAIN:
         values *= factor
     found = tl.where(own_rank > 0, tl.sum(weights.to(tl.float32) * values[None, :], 1), 0.0)
@@ -509,7 +503,7 @@ def gated_low_rank(
     each = _outputs_of_a_program(triton.cdiv(columns, OUTPUTS), len(grouped.tile_slots))
     _expand_gated_kernel[(triton.cdiv(columns, each), len(grouped.tile_slots))](
         inner, grouped.order, grouped.tile_slots, ranks, b, gate_up, out, positions, columns, rank, each,
-        SPLITS=splits, ROWS=tiling.rows, COLUMNS=OUTPUTS, EVEN=columns % OUTPUTS == 0,
+        SPLITS=splits, ROWS=tiling.rows, COLUMNS=OUTPUTS, ALIGNED=math.gcd(OUTPUTS, columns),
         RANKS=max(16, triton.next_power_of_2(rank)), STAGES=2, num_warps=4 if tiling.rows < 64 else 8,
         **early_launch(x),
     )  # fmt: skip
