@@ -204,7 +204,8 @@ static int can_be_led(const Step *step) {
         case ROPE_AND_WRITE:
         case LINEAR:
         case QUANTIZED_LINEAR:
-        case ATTENTION: break;
+        case ATTENTION:
+        case ADD_LOW_RANK: break;
         default: led = 0;
         }
     return led;
