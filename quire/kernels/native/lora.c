@@ -1,16 +1,17 @@
 /* The low-rank terms of adapters: out += B[slot] (A[slot] x), row by row. Rows are sorted by slot and multiplied some at a
  * time, so that a factor is read once for all of these. What a row gets depends on no others. */
 
+#include <stddef.h>
 #include "elements.h"
 #include "threads.h"
 #include "vectors.h"
 
 enum {
-    TILE = 8,     /* rows of a slot that are multiplied at once */
-    GROUP = 4,    /* rows of A at once: one sum alone waits for itself, and x is read once for all */
-    CHUNK = 256,  /* outputs that a thread takes at once where there are few tiles */
-    WIDE = 64,    /* of these in registers */
-    HALVES = 2,   /* tiles that each thread should have, to have them whole */
+    TILE = 8,       /* rows of a slot that are multiplied at once */
+    GROUP = 4,      /* rows of A at once: one sum alone waits for itself, and x is read once for all */
+    CHUNK = 256,    /* outputs that a thread takes at once where there are few tiles */
+    WIDE = 64,      /* of these in registers */
+    MANY_TILES = 2, /* for each thread: then it takes them whole, and no thread waits between the two products */
 };
 
 typedef struct {
@@ -274,7 +275,7 @@ int quire_add_low_rank(const void *x, const int32_t *slots, const int32_t *ranks
     t.tiles = tiles;
     t.num_tiles = make_tiles(slots, ranks, n, num_slots, rows + n, rows, tiles);
     int worth = n * (width * in + outputs * rank) > WORTH_THREADS;
-    if (t.num_tiles >= HALVES * omp_get_max_threads()) return quire_share(add_tiles, &t, worth);
+    if (t.num_tiles >= MANY_TILES * omp_get_max_threads()) return quire_share(add_tiles, &t, worth);
     int status = quire_share(shrink_groups, &t, worth);
     return status | quire_share(expand_chunks, &t, worth);
 }
