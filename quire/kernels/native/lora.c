@@ -216,7 +216,9 @@ static int shrink_groups(const void *argument, Worker *worker) {
     return DONE;
 }
 
-static int64_t chunks_of(const Terms *t, int64_t part) { return (t->starts[part + 1] - t->starts[part] + CHUNK - 1) / CHUNK; }
+static int64_t chunks_of(const Terms *t, int64_t part) {
+    return (t->starts[part + 1] - t->starts[part] + CHUNK - 1) / CHUNK;
+}
 
 static int expand_chunks(const void *argument, Worker *worker) {
     const Terms *t = argument;
