@@ -47,6 +47,30 @@ def test_it_is_replayed():
 
 
 @needs_compiler
+@pytest.mark.parametrize("slots", lora_cases.SLOTS)
+@pytest.mark.parametrize("layer", lora_cases.LAYERS)
+def test_replayed_beside_their_product(layer, slots):
+    """Which fetches the factors: the bits are those of the two calls, and a slot of rank 0 has none."""
+    a, b, x, out, of_rows = lora_cases.make(layer, slots, "cpu", torch.bfloat16)
+    ends = tuple(torch.tensor(lora_cases.LAYERS[layer][1]).cumsum(0).tolist())
+    ranks = torch.tensor([b.shape[2], b.shape[2] - 2, 0], dtype=torch.int32)
+    w = LowRank(a, b.transpose(1, 2).contiguous().transpose(1, 2), ends, ranks)
+    packed = native.pack_linear(torch.randn(out.shape[1], x.shape[1], dtype=torch.bfloat16))
+    wanted = native.linear(x, packed, out.shape[1], None)
+    before = wanted.clone()
+    add_low_rank(wanted, x, of_rows, w)
+    with Recording(len(x)) as recording:
+        found = native.linear(x, packed, out.shape[1], None)
+        add_low_rank(found, x, of_rows, w)
+    recording.replayed()(len(x), len(x), 0)
+    assert torch.equal(found, wanted)
+    own = of_rows[: len(x)]
+    without = (own < 0) | (ranks[own.clamp(min=0).long()] == 0)
+    assert torch.equal(found[without], before[without])
+    assert without.all() or not torch.equal(found[~without], before[~without])
+
+
+@needs_compiler
 def test_an_infinite_weight_stays_with_its_rows():
     lora_cases.check_an_infinite_weight_stays_with_its_rows("cpu", torch.float32)
 

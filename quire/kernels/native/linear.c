@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "bf16.h"
+#include "linear.h"
 #include "threads.h"
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -125,8 +126,14 @@ static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bia
     }
 }
 
-int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
-                      int64_t begin, int64_t end) {
+/* A panel's share of what comes after the product. */
+static void fetch_share(const Ahead *after, int64_t panel, int64_t panels) {
+    const char *end = after->begin + after->bytes * (panel + 1) / panels;
+    for (const char *at = after->begin + after->bytes * panel / panels; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+}
+
+static int multiply_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                         int64_t begin, int64_t end, const Ahead *after) {
     int64_t pairs = (k + 1) / 2, group = GROUP_BYTES / (pairs * PANEL * 4);
     int64_t strips = (m + ROWS - 1) / ROWS;
     if (group < 1 || m <= ROWS) group = 1;
@@ -140,6 +147,8 @@ int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 
                 float added[PANEL] = {0};
                 if (bias)
                     for (int64_t j = 0; j < width; j++) added[j] = widen(bias[at + j]);
+                for (int part = 0; after && s == 0 && part < AFTER; part++)
+                    fetch_share(after + part, p, (n + PANEL - 1) / PANEL);
                 /* The last two strips fetch the next group, a half each: memory is as slow as that. */
                 if (strips > 2 && strips - s <= 2 && p + group < end)
                     ahead += (2 * group + (s + 1 == strips)) * pairs * PANEL;
@@ -211,8 +220,9 @@ static void multiply_rows(int rows, const float *x, const bf16 *panel, float *su
         }
 }
 
-int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
-                      int64_t begin, int64_t end) {
+static int multiply_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                         int64_t begin, int64_t end, const Ahead *after) {
+    (void)after;
     int64_t pairs = (k + 1) / 2;
     int64_t most = WIDENED_BYTES / (pairs * 8) / ROWS * ROWS;
     if (most < ROWS) most = ROWS;
@@ -245,10 +255,16 @@ int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 
 }
 #endif
 
+int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                      int64_t begin, int64_t end) {
+    return multiply_part(x, packed, bias, out, m, n, k, begin, end, NULL);
+}
+
 typedef struct {
     const bf16 *x, *packed, *bias;
     bf16 *out;
     int64_t m, n, k;
+    const Ahead *after;
 } Product;
 
 /* Of few rows a panel at a time, as long as there are any. */
@@ -260,14 +276,19 @@ static int multiply_panels(const void *argument, Worker *worker) {
 #endif
     int status = DONE;
     while ((i = quire_take(worker, pieces)) >= 0)
-        status |= quire_linear_part(p->x, p->packed, p->bias, p->out, p->m, p->n, p->k, panels * i / pieces,
-                                    panels * (i + 1) / pieces);
+        status |= multiply_part(p->x, p->packed, p->bias, p->out, p->m, p->n, p->k, panels * i / pieces,
+                                panels * (i + 1) / pieces, p->after);
     return status;
 }
 
 /* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
 int quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    return quire_linear_before(x, packed, bias, out, m, n, k, NULL);
+}
+
+int quire_linear_before(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                        const Ahead *after) {
     if (m < 0 || n < 1 || k < 1) return BAD_SIZE;
-    Product product = {x, packed, bias, out, m, n, k};
+    Product product = {x, packed, bias, out, m, n, k, after};
     return quire_share(multiply_panels, &product, n * k > WORTH_THREADS);
 }

@@ -4,6 +4,7 @@
 #include "replay.h"
 #include "vectors.h"
 #include "bf16.h"
+#include "linear.h"
 #include "threads.h"
 
 int quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, int64_t, float, int);
@@ -78,6 +79,11 @@ static int call_rows(const Call *c, int64_t size, int64_t first, int64_t count) 
         ROWS_OF(a[4]), width = sizeof(bf16);
         return quire_linear((void *)FROM(a[0], a[6].i), a[1].p, a[2].p, (void *)FROM(a[3], a[5].i), count * each, a[5].i,
                             a[6].i);
+    case ADD_LOW_RANK:
+        ROWS_OF(a[7]), width = width_of_type(a[14].i);
+        return quire_add_low_rank(FROM(a[0], a[8].i), (const int32_t *)a[1].p + first * each, a[2].p, a[3].p, a[4].p,
+                                  (float *)a[5].p + first * each * a[10].i, FROM(a[6], a[9].i), count * each, a[8].i,
+                                  a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
     case INT8_LINEAR:
         ROWS_OF(a[6]), width = width_of_type(a[9].i);
         return quire_int8_linear(FROM(a[0], a[8].i), a[1].p, a[2].p, a[3].p, a[4].p, FROM(a[5], a[7].i), count * each,
@@ -88,7 +94,7 @@ static int call_rows(const Call *c, int64_t size, int64_t first, int64_t count) 
 
 static int is_of_rows(const Call *c) {
     return c->kind == RMS_NORM || c->kind == LAYER_NORM || c->kind == ADD || c->kind == ACTIVATE ||
-           c->kind == ROPE_AND_WRITE || c->kind == LINEAR || c->kind == INT8_LINEAR;
+           c->kind == ROPE_AND_WRITE || c->kind == LINEAR || c->kind == ADD_LOW_RANK || c->kind == INT8_LINEAR;
 }
 
 /* Of many tokens a thread takes up to BLOCK at a time through all calls between two attentions: what one call writes the next
@@ -124,9 +130,6 @@ static int make_call(const Step *step, const Call *c) {
     int64_t rows = step->rows, shared = step->shared;
     switch (c->kind) {
     default: return call_rows(c, step->size, 0, step->tokens);
-    case ADD_LOW_RANK:
-        return quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]),
-                                  a[8].i, a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
     case ALL_REDUCE: return quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i);
     case LINEAR_AMX:
         return quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i);
@@ -171,6 +174,25 @@ static Ahead read_weight(const void *argument, const Worker *worker) {
     return (Ahead){(const char *)c->a[1].p + first * bytes, (last - first) * bytes};
 }
 
+/* A product, while the factors of the terms that are added to it next are fetched: those of all slots from the first to the
+ * last that has rows. There is too little work with them to hide how slow memory is. */
+static int multiply_before_terms(const Step *step, const Call *c) {
+    enum { MOST = 512 << 10 }; /* bytes, a part of the second-level caches */
+    const Argument *a = c->a, *t = c[1].a;
+    const int32_t *slots = t[1].p, *ranks = t[2].p;
+    int64_t first = INT32_MAX, last = -1, width = width_of_type(t[14].i);
+    for (int64_t i = 0, rows = OF_TOKENS(t[7]); i < rows; i++) {
+        if (slots[i] < 0 || !ranks[slots[i]]) continue;
+        if (slots[i] < first) first = slots[i];
+        if (slots[i] > last) last = slots[i];
+    }
+    int64_t of_a = t[10].i * t[8].i * width, of_b = t[9].i * t[11].i * width, count = last + 1 - first;
+    Ahead factors[AFTER] = {{(const char *)t[3].p + first * of_a, count * of_a},
+                            {(const char *)t[4].p + first * of_b, count * of_b}};
+    int fetch = last >= 0 && count * (of_a + of_b) <= MOST;
+    return quire_linear_before(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, fetch ? factors : NULL);
+}
+
 /* The first call that is not DONE is the last. */
 static int make_calls(const void *argument, Worker *leader) {
     const Step *step = argument;
@@ -186,7 +208,8 @@ static int make_calls(const void *argument, Worker *leader) {
         }
         while (next < end && (next <= c || (next->kind != LINEAR && next->kind != QUANTIZED_LINEAR))) next++;
         if (leader) quire_read_ahead(leader, next < end ? read_weight : NULL, next);
-        status = make_call(step, c);
+        int terms = c->kind == LINEAR && c + 1 < end && c[1].kind == ADD_LOW_RANK;
+        status = terms ? multiply_before_terms(step, c) : make_call(step, c);
     }
     return status;
 }
@@ -204,7 +227,8 @@ static int can_be_led(const Step *step) {
         case ROPE_AND_WRITE:
         case LINEAR:
         case QUANTIZED_LINEAR:
-        case ATTENTION: break;
+        case ATTENTION:
+        case ADD_LOW_RANK: break;
         default: led = 0;
         }
     return led;
