@@ -198,7 +198,8 @@ class KVCacheManager:
         for group in self.groups:
             size, blocks = group.block_size, request.blocks[group.index]
             for i in range(start // size, stop // size):
-                if blocks[i] is not self.pool.null_block:
+                # Those that were found, in a prompt's first plan nearly all, can be found already.
+                if blocks[i].key is None and blocks[i] is not self.pool.null_block:
                     if admitting and not group.found_by_same_plan:
                         self._deferred.append((request, token_ids, group, i))
                     else:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.sleep_mode.cuda_driver import Chunk, Driver, total
@@ -101,7 +102,8 @@ class HostCopy:
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no huge pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth of the pages to fault in and pin
-        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self.address = self._bytes.ctypes.data
         self._pinned: dict[int, bool] = {}  # by the piece's address
         self._context: list[int | None] = []
         self.close = weakref.finalize(self, _unpin, driver, self._context, self._pinned, memory)
@@ -132,6 +134,8 @@ class HostCopy:
         address = self.address + number * PIECE
         if address not in self._pinned:
             size = min(PIECE, self.size - number * PIECE)
+            # The driver would have pages made one after the other, whatever the number of threads.
+            self._bytes[number * PIECE : number * PIECE + size : mmap.PAGESIZE] = 0
             self._pinned[address] = self._driver.pin(address, size)
 
 

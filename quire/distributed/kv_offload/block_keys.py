@@ -2,19 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 
 BlockKey = tuple[bytes, int]  # (hash of the block and all before it, KV-cache group)
 
 
-class KeyedBlock(NamedTuple):
-    """A block of a request's table, and the name of its content."""
-
-    group: int
-    position: int
-    key: BlockKey
+# A block of a request's table, and the name of its content: group, position, key. A tuple: a prompt has hundreds.
+KeyedBlock = tuple[int, int, BlockKey]
 
 
 class _Group:
@@ -26,6 +21,11 @@ class _Group:
 
     def key(self, hashes: list[bytes], position: int) -> BlockKey:
         return hashes[(position + 1) * self._hashes_per_block - 1], self.index
+
+    def hashes_of(self, hashes: list[bytes], first: int, stop: int) -> list[bytes]:
+        """What names the content of blocks from `first` to `stop`."""
+        count = self._hashes_per_block
+        return hashes[(first + 1) * count - 1 : stop * count : count]
 
     def first_needed(self, next_query: int) -> int:
         """The first block that a query at position `next_query` or later reads."""
@@ -44,11 +44,12 @@ class BlockKeys:
     def needed(self, hashes: list[bytes], start: int, stop: int) -> list[KeyedBlock]:
         """Blocks from `start` on that a request reads which goes on after `stop` tokens, both multiples of
         `alignment`, if it has those before `start`."""
-        return [
-            KeyedBlock(group.index, i, group.key(hashes, i))
-            for group in self._groups
-            for i in range(max(group.first_needed(stop), start // group.block_size), stop // group.block_size)
-        ]
+        found: list[KeyedBlock] = []
+        for group in self._groups:
+            index, first = group.index, max(group.first_needed(stop), start // group.block_size)
+            last_hashes = group.hashes_of(hashes, first, stop // group.block_size)
+            found += [(index, i, (last, index)) for i, last in enumerate(last_hashes, first)]
+        return found
 
     def every(self, hashes: list[bytes], start: int, stop: int) -> list[BlockKey]:
         """All blocks between `start` and `stop` tokens, whoever needs them."""

@@ -74,9 +74,10 @@ class SlotIndex:
         if not self._readers[key]:
             del self._readers[key]
 
-    def use(self, key: BlockKey) -> None:
-        """It was hit, though on the device."""
+    def use(self, key: BlockKey) -> bool:
+        """It was hit, though on the device. False if it is not here."""
         self._policy.use(key)
+        return key in self._held or key in self._writing
 
     def renew(self, key: BlockKey) -> None:
         """Let it stay longer than those renewed before."""

@@ -93,9 +93,7 @@ class TierScheduler(KVConnector):
         stats.restored += num_external if request.num_cached >= 0 else 0
         # A prefix is as useful as its first blocks: the last ones are given up first.
         for group, position, key in reversed(self._keys.needed(hashes, 0, start)):
-            if key in self.index:
-                self.index.use(key)
-            else:  # given up here while it was used there
+            if not self.index.use(key):  # given up here while it was used there
                 self.queue.add(block_ids[group][position], key)
         needed = self._keys.needed(hashes, start, stop)
         if needed:
