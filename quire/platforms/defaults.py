@@ -11,8 +11,9 @@ from quire.platforms.host_claims import HostClaims
 
 MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
-# Where no request waits for its next token: fewer steps, and less of the host's work for each token.
-POOLING_STEP_TOKENS = 4096
+# Where no request waits for its next token: fewer steps, and less of the host's work for each token. With room for the
+# special tokens of texts that have a power of two of others, of which a step then has as many for each thread.
+POOLING_STEP_TOKENS = 4096 + 128
 
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
@@ -22,15 +23,18 @@ def with_platform_defaults(config: EngineConfig) -> EngineConfig:
     stored = hf.get("dtype") or hf.get("torch_dtype")
     dtype = model.dtype if model.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
     scheduler = config.scheduler
-    step_tokens = platform.default_max_num_batched_tokens
+    step_tokens, short_step_tokens = platform.default_max_num_batched_tokens, 0
     if config.pooling.setup is not None:
         step_tokens = max(step_tokens, POOLING_STEP_TOKENS)
+        if scheduler.max_num_batched_tokens is None:
+            short_step_tokens = platform.short_step_tokens
     return config.replace(
         model=dataclasses.replace(model, dtype=dtype),
         scheduler=dataclasses.replace(
             scheduler,
             max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens or step_tokens,
+            short_step_tokens=short_step_tokens,
         ),
         cache=_cache(config.cache, platform.name),
         transfer=_transfer(config, platform),
