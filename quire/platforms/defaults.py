@@ -11,9 +11,8 @@ from quire.platforms.host_claims import HostClaims
 
 MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
-# Where no request waits for its next token: fewer steps, and less of the host's work for each token. With room for the
-# special tokens of texts that have a power of two of others, of which a step then has as many for each thread.
-POOLING_STEP_TOKENS = 4096 + 128
+# Where no request waits for its next token: fewer steps, and less of the host's work for each token.
+POOLING_STEP_TOKENS = 4096
 
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:

@@ -32,7 +32,7 @@ def test_unknown_device():
 
 
 @pytest.mark.parametrize(
-    ("pools", "given", "expected"), [(False, None, (2048, 0)), (True, None, (4224, 2048)), (True, 4096, (4096, 0))]
+    ("pools", "given", "expected"), [(False, None, (2048, 0)), (True, None, (4096, 2048)), (True, 4096, (4096, 0))]
 )
 def test_steps_of_models_that_pool(pools, given, expected):
     config = EngineConfig.from_kwargs(device="cpu", cpu_threads=1, max_num_batched_tokens=given)
