@@ -64,7 +64,7 @@ class Connection:
         host, _, port = url.removeprefix("http://").partition(":")
         return cls(*await asyncio.open_connection(host, int(port)))
 
-    async def post(self, path: str, body: bytes) -> bytes:
+    async def post(self, path: str, body: bytes) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         self.writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         status, *headers = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
@@ -72,10 +72,35 @@ class Connection:
         answer = await self.reader.readexactly(*sizes)
         if status.split()[1] != "200":
             raise RuntimeError(f"{status}: {answer[:500]!r}")
-        return answer
+
+    async def close(self) -> None:
+        self.writer.close()
 
 
-async def measure(url: str, clients: int, requests: int, batch: int, length: int, encoding: str) -> dict[str, float]:
+class Pooled:
+    """Of httpx, whose pool of as many connections is shared by all clients."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def post(self, path: str, body: bytes) -> None:
+        response = await self.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        response.raise_for_status()
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+async def connect(url: str, clients: int, kind: str) -> list[Connection] | list[Pooled]:
+    if kind == "plain":
+        return [await Connection.open(url) for _ in range(clients)]
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    return [Pooled(httpx.AsyncClient(base_url=url, timeout=600, limits=limits))] * clients
+
+
+async def measure(
+    url: str, clients: int, requests: int, batch: int, length: int, encoding: str, kind: str = "plain"
+) -> dict[str, float]:
     """`requests` in all, spread over the clients; each holds `batch` texts."""
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     every = texts(requests * batch, length)
@@ -83,24 +108,25 @@ async def measure(url: str, clients: int, requests: int, batch: int, length: int
         json.dumps({"model": model, "input": every[i * batch : (i + 1) * batch], "encoding_format": encoding}).encode()
         for i in reversed(range(requests))
     ]
-    connections = [await Connection.open(url) for _ in range(clients)]
+    connections = await connect(url, clients, kind)
     seconds: list[float] = []
 
-    async def work(connection: Connection) -> None:
+    async def work(connection: Connection | Pooled) -> None:
         while queue:
             began = time.perf_counter()
             await connection.post("/v1/embeddings", queue.pop())
             seconds.append(time.perf_counter() - began)
 
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.gather(*map(work, connections))
-    total = time.perf_counter() - began
-    for connection in connections:
-        connection.writer.close()
+    total, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    for connection in set(connections):
+        await connection.close()
     return {
         "texts/s": requests * batch / total,
         "median ms": 1e3 * float(np.median(seconds)),
         "p99 ms": 1e3 * float(np.quantile(seconds, 0.99)),
+        "client's CPU ms a text": 1e3 * cpu / requests / batch,
     }
 
 
@@ -122,6 +148,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="served by `quire serve` for the run")
     parser.add_argument("--url", action="append", default=[], help="a running server; may be repeated")
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--client", default="plain", choices=("plain", "httpx"), help="what speaks HTTP in the clients")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="texts in a request")
     parser.add_argument("--length", type=int, nargs="+", default=[16, 128, 256], help="words in a text")
@@ -146,7 +173,7 @@ def main() -> None:
                 for _ in range(args.rounds):
                     for url in urls:
                         sizes = (args.clients, requests, batch, length)
-                        found[url].append(asyncio.run(measure(url, *sizes, args.encoding)))
+                        found[url].append(asyncio.run(measure(url, *sizes, args.encoding, args.client)))
                 row = {"clients": args.clients, "texts": batch, "words": length, "servers": found}
                 rows.append(row)
                 show(row)

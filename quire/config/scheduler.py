@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.config.fields import option, validate
+from quire.config.fields import internal, option, validate
 
 
 @dataclass
@@ -13,6 +13,9 @@ class SchedulerConfig:
     max_num_scheduled_tokens: int | None = option(
         None, "most of these that are scheduled, if fewer; what a step could hold stays reserved", minimum=1
     )
+    # A step admits no further request once it has this many tokens, while few requests wait: results come sooner, and
+    # fewer at the same moment. 0: it admits as many as it holds.
+    short_step_tokens: int = internal(0)
     max_num_seqs: int | None = option(None, "most requests in one step; default by platform", minimum=1)
     scheduling_policy: str = option(
         "fcfs", "order of requests: first come, or lowest priority value", choices=("fcfs", "priority")

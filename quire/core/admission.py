@@ -63,12 +63,12 @@ class Admission:
         self._chunked_prefill = chunked_prefill
         self._num_lookahead = num_lookahead
 
-    def admit(self, budget: int, plans_in_flight: bool) -> Admitted:
-        """As many of the waiting requests as rows, blocks and `budget` tokens allow."""
+    def admit(self, budget: int, plans_in_flight: bool, spare: int = 0) -> Admitted:
+        """As many of the waiting requests as rows, blocks and `budget` tokens allow, or until only `spare` are left."""
         admitted = Admitted()
         for answered in self._transfers.pop_answered():
             self._queue.unblock(answered)
-        while budget > 0 and not self._running.full and (request := self._queue.peek()) is not None:
+        while budget > spare and not self._running.full and (request := self._queue.peek()) is not None:
             count = self._admit(request, budget, admitted)
             if count is not None:
                 budget -= count

@@ -104,6 +104,7 @@ class EngineCore:
             kv,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=step_tokens,
+            short_step_tokens=config.scheduler.short_step_tokens,
             max_model_len=self.max_model_len,
             policy=config.scheduler.scheduling_policy,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,

@@ -34,6 +34,8 @@ from quire.messages.requests import (
 from quire.messages.speculation import DraftProfile
 from quire.spec_decode.draft_planner import DraftPlanner
 
+FEW_WAITING = 256  # requests, for steps of `short_step_tokens`; with more, rate counts more than when results come
+
 
 class Scheduler:
     def __init__(
@@ -43,6 +45,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        short_step_tokens: int = 0,
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
@@ -59,9 +62,10 @@ class Scheduler:
         more do not pay. `encoder_cache_tokens`: the most that encoder outputs hold, by default as many as a step
         computes. `num_lookahead`: positions behind those of a step that a proposer's layers write after it; without
         blocks for them drafts are worse, so no one waits for these. `num_stages`: of the pipeline, each of which has a
-        plan at hand."""
+        plan at hand. `short_step_tokens`: see SchedulerConfig."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._spare_tokens = max(0, max_num_batched_tokens - short_step_tokens) if short_step_tokens else 0
         self.num_drafts, self.num_lookahead, self.num_stages = num_drafts, num_lookahead, num_stages
         self.by_priority = policy == "priority"
         threshold = long_prefill_token_threshold if chunked_prefill else 0
@@ -218,7 +222,8 @@ class Scheduler:
         rows, counts, drafts, preempted = self._advance_running(appended)
         used = int(counts.sum())
         budget = 0 if preempted else self.max_num_batched_tokens - used
-        admitted = self.admission.admit(budget, self.results.pending)
+        spare = self._spare_tokens if len(self.queue) <= FEW_WAITING else 0
+        admitted = self.admission.admit(budget, self.results.pending, spare)
         if self.transfers.failed:
             failed, self.transfers.failed = self.transfers.failed, []
             self._fail_outside_step(failed)
@@ -301,11 +306,9 @@ class Scheduler:
 
     def _end_of_step(self, rows: np.ndarray, num_computed: np.ndarray) -> np.ndarray:
         """Positions that blocks are needed for. No row accepts drafts past its limit, so none is written far past."""
-        return (
-            np.minimum(num_computed, self.running.token_limit[rows] + self.num_drafts)
-            if self.num_drafts
-            else num_computed
-        )
+        if not self.num_drafts:
+            return num_computed
+        return np.minimum(num_computed, self.running.token_limit[rows] + self.num_drafts)
 
     def _extend_or_preempt(
         self, rows: np.ndarray, short: np.ndarray, num_tokens: np.ndarray, counts: np.ndarray, appended: BlockAppends

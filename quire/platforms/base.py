@@ -16,6 +16,7 @@ class Platform(Protocol):
     launches_async: bool  # an operation returns before the device has done it
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
+    short_step_tokens: int  # see SchedulerConfig; of models that pool
 
     def prepare(self) -> list[str]:
         """Set the process up, before the first tensor operation. Returns notes to log."""

@@ -6,6 +6,8 @@ from quire.platforms import cpu_cores, cpu_facts, cpu_isa
 from quire.platforms.base import DTYPES
 from quire.platforms.cpuid import load_cpuid
 
+SHORT_STEP_TOKENS = 1024  # for each thread; steps of fewer cost more of the host's work than the shorter wait is worth
+
 
 class CpuPlatform:
     name = "cpu"
@@ -19,6 +21,7 @@ class CpuPlatform:
     def __init__(self, threads: int | None = None, pin: bool = True) -> None:
         self.device = torch.device("cpu")
         self.threads = cpu_cores.choose_threads(threads)
+        self.short_step_tokens = max(2, self.threads) * SHORT_STEP_TOKENS
         self._pin = pin
         self._claim: cpu_cores.Claim | None = None
         self._cpuid = load_cpuid()

@@ -13,6 +13,7 @@ class CudaPlatform:
     launches_async = True
     default_max_num_seqs = 1024
     default_max_num_batched_tokens = 8192
+    short_step_tokens = 0
 
     def __init__(self, device: str = "cuda") -> None:
         if not torch.cuda.is_available():

@@ -22,15 +22,18 @@ def with_platform_defaults(config: EngineConfig) -> EngineConfig:
     stored = hf.get("dtype") or hf.get("torch_dtype")
     dtype = model.dtype if model.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
     scheduler = config.scheduler
-    step_tokens = platform.default_max_num_batched_tokens
+    step_tokens, short_step_tokens = platform.default_max_num_batched_tokens, 0
     if config.pooling.setup is not None:
         step_tokens = max(step_tokens, POOLING_STEP_TOKENS)
+        if scheduler.max_num_batched_tokens is None:
+            short_step_tokens = platform.short_step_tokens
     return config.replace(
         model=dataclasses.replace(model, dtype=dtype),
         scheduler=dataclasses.replace(
             scheduler,
             max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens or step_tokens,
+            short_step_tokens=short_step_tokens,
         ),
         cache=_cache(config.cache, platform.name),
         transfer=_transfer(config, platform),

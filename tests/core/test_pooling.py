@@ -52,3 +52,33 @@ def test_what_arrives_after_an_abort_is_discarded():
     engine.abort("a")
     engine.land()
     assert list(engine.pooled) == ["b"] and engine.kv.pool.num_free == engine.kv.pool.num_blocks
+
+
+def test_short_steps_while_few_requests_wait(monkeypatch):
+    monkeypatch.setattr("quire.core.scheduler.FEW_WAITING", 6)
+    engine = FakeEngine(max_num_batched_tokens=40, short_step_tokens=16, num_blocks=200)
+    for i in range(10):
+        engine.add(str(i), range(20 * i, 20 * i + 10), pooling=LAST)
+    sizes = []
+    while engine.scheduler.has_unfinished():
+        sizes.append(len(engine.plan().rows))
+        engine.land()
+    assert sizes == [4, 2, 2, 2]  # of ten tokens each: a step goes on to 16 tokens or more
+    assert len(engine.pooled) == 10
+
+
+def test_a_text_longer_than_a_short_step_is_computed_whole():
+    engine = FakeEngine(max_num_batched_tokens=40, short_step_tokens=5, chunked_prefill=False)
+    engine.add("a", PROMPT, pooling=LAST)
+    engine.add("b", range(30, 40), pooling=LAST)
+    assert engine.plan().num_tokens.tolist() == [10]
+    engine.land()
+    assert engine.plan().num_tokens.tolist() == [10]
+
+
+def test_prompts_in_chunks_go_on_beside_short_steps():
+    engine = FakeEngine(max_num_batched_tokens=8, short_step_tokens=4)
+    engine.add("a", range(20), pooling=LAST)
+    engine.add("b", range(30, 36), pooling=LAST)
+    engine.run()
+    assert set(engine.pooled) == {"a", "b"}
