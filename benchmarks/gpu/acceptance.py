@@ -16,15 +16,11 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.bench.internal.card.models import write_shape
-
 PYTHON = sys.executable
-SHAPES = Path(tempfile.gettempdir(), "quire-shapes")
 SECONDS_TO_END = 20  # for a command to write what it has
 LEFT_TO_NEXT = 60  # seconds of a part that a command leaves to each one after it
 PRINTED_BYTES = 3000  # of the log of a command that failed
@@ -43,7 +39,7 @@ ALONE = {
 @dataclass(frozen=True)
 class Part:
     goal: str
-    commands: tuple[str, ...]  # {out} is the folder, {shapes} one with configs of the card
+    commands: tuple[str, ...]  # {out} is the folder
 
 
 def tests(name: str, files: str, alone: list[str]) -> tuple[str, str]:
@@ -57,11 +53,6 @@ def tests(name: str, files: str, alone: list[str]) -> tuple[str, str]:
 
 def card(models: str, name: str, more: str = "") -> str:
     return f"-m quire.bench card --models {models} --output {{out}}/card-{name}.json {more}"
-
-
-def tiers(task: str, sizes: str) -> str:
-    model = "--model {shapes}/llama3-8b --load-format dummy"
-    return f"-m benchmarks.kv_tiers {task} {model} {sizes} --rounds 1 --out {{out}}/tier-{task}.json"
 
 
 PARTS = {
@@ -86,25 +77,13 @@ PARTS = {
             "-m benchmarks.gpu.moe --shape 66,8,2048,1408 --shared 2 --json {out}/moe.json",
         ),
     ),
-    "adapters": Part(
-        "one adapter 4.3 ms a token; eight 90 % of nano, 88 % of prefill; first use 0.1 s; enabled without any 99 %, "
-        "start + 2 s",
-        ("-m benchmarks.gpu.adapters --out {out}/adapters.json",),
+    "together": Part(
+        "adapters: one 4.3 ms a token, eight 90 % of nano, 88 % of prefill, first use 0.1 s, 99 % without any; 16 "
+        "prompts of 8,000: 0.06 s from the device, 0.40 s from the tier; saving to it 98 %; sleep 3 s, wake 0.6 s; "
+        "embeddings: 414,000 tok/s, 2.5 ms; DeepSeek-V2-Lite as in `latent`",
+        ("-m benchmarks.gpu.together embeddings,adapters,deepseek-v2-lite --profile --out {out}/together",),
     ),
-    # A token of Llama-3-8B is 128 KiB (2 x 32 layers x 8 heads x 128 x 2 bytes), a prompt of 8,000 is 0.98 GiB. The
-    # device has 16 of them, 15.6 GiB, and 18 others push out all of it; the tier has these 34, 33.2 GiB.
-    "tiers": Part(
-        "16 prompts of 8,000: 0.06 s from the device, 0.40 s from the tier; churn 98 %",
-        (
-            tiers("prompts", "--device-gib 17 --tier-gib 40 --users 16 --tokens 8000 --output 1"),
-            tiers("churn", "--device-gib 24 --tier-gib 32 --users 256 --tokens 1024 --output 512"),
-        ),
-    ),
-    "sleep": Part(
-        "sleep 3 s, wake 0.6 s; weights of a checkpoint 8 GB/s",
-        ("-m benchmarks.sleep --out {out}/sleep.json", "-m benchmarks.loading --gigabytes 16"),
-    ),
-    "embeddings": Part("414,000 tok/s; 2.5 ms", ("-m benchmarks.gpu.embeddings --out {out}/embeddings.json",)),
+    "loading": Part("weights of a checkpoint 8 GB/s", ("-m benchmarks.loading --gigabytes 16",)),
     "card": Part(
         "0.6B: 0.60 ms, nano 27,500, prefill 460,000, start 13 / 5.5 s; 8B: nano 10,800, t512_128 39,000, prefill "
         "43,500; fp8: 2.5 ms, prefill 72,000",
@@ -125,7 +104,7 @@ def run(name: str, folder: Path, end: float, tar: Path) -> None:
     commands = PARTS[name].commands
     for number, command in enumerate(commands):
         began, log = time.monotonic(), folder / f"{name}.log"
-        words = [PYTHON, *command.format(out=folder, shapes=SHAPES).split()]
+        words = [PYTHON, *command.format(out=folder).split()]
         seconds = end - began - LEFT_TO_NEXT * (len(commands) - number - 1)
         start = log.stat().st_size if log.exists() else 0
         status = ended(words, log, seconds) if seconds > 0 else "no time left"
@@ -182,8 +161,6 @@ def main() -> None:
             sys.stdout.flush()
             subprocess.run(command)
     args.output.mkdir(parents=True, exist_ok=True)
-    SHAPES.mkdir(exist_ok=True)
-    write_shape("llama3-8b", SHAPES)
     for name in args.parts:
         run(name, args.output, end, args.tar or args.output.with_name(f"{args.output.name}.tar.gz"))
 
