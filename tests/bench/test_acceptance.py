@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu import acceptance
 from benchmarks.gpu.acceptance import PARTS, Part
+from benchmarks.gpu.together import PROMPTS, SIZES, TIER_GIB, groups
 from quire.bench.internal.card.models import GPU_MODELS, shape_of
 
 COMMANDS = [command for part in PARTS.values() for command in part.commands]
@@ -80,23 +81,29 @@ def test_what_a_command_names_exists(command):
         path, _, name = word.partition("::")
         assert not word.startswith("tests/") or Path(path).exists(), word
         assert not name or f"def {name}(" in Path(path).read_text(), word
+    if words[1] == "benchmarks.gpu.together":
+        assert set(words[2].split(",")) <= SIZES.keys()
     if "--models" in words:
         assert set(words[words.index("--models") + 1].split(",")) <= set(GPU_MODELS)
 
 
 def test_tiers_have_room_for_what_they_are_to_hold():
     """Prompts and what pushes them out, 128 KiB a token."""
-    (command,) = (command for command in COMMANDS if " prompts " in command)
-    words = command.split()
-    device, tier, users, tokens = (
-        float(words[words.index(name) + 1]) for name in ("--device-gib", "--tier-gib", "--users", "--tokens")
-    )
+    device, tier, (users, tokens, _) = SIZES["adapters"][1], TIER_GIB, PROMPTS
     shape = shape_of("llama3-8b")
     token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2
     given, prompt = users * tokens * token / 2**30, tokens * token / 2**30
     others = -(-device // prompt)
     assert token == 128 << 10 and given < device and others < 2 * users
     assert given + others * prompt < tier
+
+
+def test_engines_that_start_together_fit_the_device():
+    assert groups(["embeddings", "adapters", "deepseek-v2-lite", "llama3-8b"]) == [
+        ["embeddings", "adapters", "deepseek-v2-lite"],
+        ["llama3-8b"],
+    ]
+    assert set(SIZES) - {"embeddings", "adapters"} <= set(GPU_MODELS)
 
 
 def test_every_test_runs_once_whatever_fails(tmp_path):
