@@ -154,6 +154,8 @@ class Adapters:
         size = sum(array.nbytes for array in arrays)
         if not all(array.flags.c_contiguous for array in arrays) or _memory(arrays) > 1.1 * size:
             parts = {key: (a.copy(), b.copy()) for key, (a, b) in parts.items()}  # without the rest of the file
+        else:
+            self._memory.expect(_memory(arrays))
         self._host[request.lora_int_id] = {key: (self._kept(a), self._kept(b)) for key, (a, b) in parts.items()}
         return AdapterNews(request.lora_int_id, adapter.content, size)
 

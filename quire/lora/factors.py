@@ -87,4 +87,7 @@ def _rounded(wide: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     rounded += 0x7FFF
     rounded += bits
     rounded >>= 16
-    return rounded.astype(np.uint16).view(np.int16)
+    narrow = rounded.astype(np.uint16).view(np.int16)
+    if not are_finite(narrow, dtype):
+        raise ValueError("it has values that bfloat16 cannot hold; use --dtype float32")
+    return narrow

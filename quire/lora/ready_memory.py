@@ -1,23 +1,35 @@
 """Memory that is touched before it is wanted: in a virtual machine, the first touch can take longer than all else that
 loading an adapter does."""
 
+from contextlib import suppress
+
 import numpy as np
 
 PAGE_BYTES = 4096
+MOST = 1 << 30
 
 
 class ReadyMemory:
-    """For one file about as large as the last: adapters of one kind differ by their headers. Used in one thread."""
+    """For one file about as large as the last that was loaded: adapters of one kind differ by their headers. Used in
+    one thread."""
 
     def __init__(self) -> None:
-        self._size = 0
+        self._wanted = 0
         self._ready = np.empty(0, np.uint8)
 
     def take(self, size: int) -> np.ndarray:
-        ready, self._ready, self._size = self._ready, np.empty(0, np.uint8), size
+        ready, self._ready = self._ready, np.empty(0, np.uint8)
         return ready[:size] if size <= len(ready) <= 1.05 * size else np.empty(size, np.uint8)
 
+    def expect(self, size: int) -> None:
+        """A file of about `size` comes next."""
+        self._wanted = size
+
     def prepare(self) -> None:
-        if not len(self._ready):
-            self._ready = np.empty(int(1.02 * self._size), np.uint8)
-            self._ready[::PAGE_BYTES] = 0
+        """Once for what is expected; what cannot be had is done without."""
+        wanted, self._wanted = self._wanted, 0
+        if not len(self._ready) and 0 < wanted <= MOST:
+            with suppress(MemoryError):
+                ready = np.empty(int(1.02 * wanted), np.uint8)
+                ready[::PAGE_BYTES] = 0
+                self._ready = ready

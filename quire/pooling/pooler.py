@@ -100,7 +100,8 @@ class Pooler:
     def reads_last_tokens(self, plan: SchedulerOutput) -> bool:
         """Whether every row pools, and reads no hidden state but that of its last token in the step."""
         prompts = [self._rows.get(row) for row in plan.rows.tolist()]
-        return all(one is not None and isinstance(self._methods[one.kind.pooling_type], LastToken) for one in prompts)
+        # Not a plugin's subclass, which may read more.
+        return all(one is not None and type(self._methods[one.kind.pooling_type]) is LastToken for one in prompts)
 
     def pool(self, plan: SchedulerOutput, hidden: torch.Tensor, of_last: bool = False) -> list[Pooled]:
         """hidden [N or more, hidden] of the plan's tokens -> results of rows whose prompt is complete now, by kind.

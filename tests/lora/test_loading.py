@@ -1,7 +1,9 @@
 """From the file of an adapter to the numbers of a slot: to the bit what float32 gives, whatever types the two have."""
 
+import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 
 from quire.checkpoint.hashed import PIECE_BYTES, read_hashed
 from quire.checkpoint.tensors import pool_of
+from quire.lora import ready_memory
 from quire.lora.factors import are_finite, bits_of, scaled
 from quire.lora.ready_memory import ReadyMemory
 from quire.lora.staging import Staging
@@ -82,6 +85,8 @@ def test_what_a_type_cannot_hold():
         scaled(bits_of(large.bfloat16()), torch.bfloat16, 4.0, torch.bfloat16)
     with pytest.raises(ValueError, match="float16 cannot hold; use --dtype bfloat16"):
         scaled(bits_of(large), torch.float32, 1.0, torch.float16)
+    with pytest.raises(ValueError, match="bfloat16 cannot hold; use --dtype float32"):
+        scaled(bits_of(torch.tensor([[3.4e38]])), torch.float32, 1.0, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,9 +162,41 @@ def test_memory_is_ready_for_files_as_large_as_the_last():
     memory.prepare()
     assert len(memory.take(100_000)) == 100_000
     memory.prepare()
+    assert memory.take(100_000).base is None, "it was not loaded"
+    memory.expect(100_000)
+    memory.prepare()
     ready = memory._ready
     assert memory.take(98_000).base is ready and memory.take(98_000).base is None
     memory.prepare()
-    assert [memory.take(size).base for size in (50_000, 98_000)] == [None, None]
+    assert memory.take(98_000).base is None, "nothing was loaded since"
+    memory.expect(98_000)
     memory.prepare()
-    assert memory.take(200_000).base is None
+    assert [memory.take(size).base for size in (50_000, 98_000)] == [None, None]
+
+
+def test_memory_that_cannot_be_had_is_done_without(monkeypatch):
+    memory = ReadyMemory()
+    memory.expect(ready_memory.MOST + 1)
+    memory.prepare()
+    assert not len(memory._ready)
+
+    def full(*_):
+        raise MemoryError
+
+    memory.expect(1000)
+    monkeypatch.setattr(ready_memory, "np", SimpleNamespace(empty=full, uint8=np.uint8))
+    memory.prepare()
+    assert not len(memory._ready)
+
+
+def test_the_content_has_the_places_that_tensors_are_taken_from(tmp_path, monkeypatch):
+    """A trainer saves anew between the reading of the header and of the rest."""
+    folder = save(tmp_path / "a", tensors(torch.bfloat16))
+    right = read(folder)
+    entries = peft.read_entries
+
+    def of_before(file):
+        return [dataclasses.replace(e, start=e.start - 8, stop=e.stop - 8) for e in entries(file)]
+
+    monkeypatch.setattr(peft, "read_entries", of_before)
+    assert read(folder).content != right.content

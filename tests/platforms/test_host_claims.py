@@ -62,7 +62,7 @@ def test_engines_of_one_server_divide_a_share(claims):
 def test_engines_that_only_pool_have_no_tier_by_default(claims, monkeypatch):
     gpu = SimpleNamespace(
         name="cuda", has_own_memory=True, default_dtype=lambda stored: torch.bfloat16, default_max_num_seqs=8,
-        default_max_num_batched_tokens=8192,
+        default_max_num_batched_tokens=8192, short_step_tokens=0,
     )  # fmt: skip
     monkeypatch.setattr(defaults, "current_platform", lambda *_: gpu)
     monkeypatch.setattr(defaults, "HostClaims", lambda: claims)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.checkpoint.hashed import read_hashed
-from quire.checkpoint.json_file import read_json
+from quire.checkpoint.json_file import is_readable, parse_object
 from quire.checkpoint.pt_file import open_pt
 from quire.checkpoint.safetensors_file import DTYPES, read_entries
 from quire.checkpoint.tensors import pool_of
@@ -85,10 +85,13 @@ class PeftConfig:
     ties: bool = False  # a tied head has the embedding's factors, or the embedding the head's
 
     @classmethod
-    def read(cls, folder: Path) -> "PeftConfig":
-        found = read_json(folder / CONFIG)
-        if found is None:
+    def read(cls, folder: Path, digest: "hashlib._Hash") -> "PeftConfig":
+        """And hash what was read."""
+        if not is_readable(folder / CONFIG):
             raise ValueError(f"{folder} has no {CONFIG}; an adapter is a folder as peft's save_pretrained writes it")
+        content = (folder / CONFIG).read_bytes()
+        digest.update(content)
+        found = parse_object(content, f"{folder / CONFIG}")
         if str(found.get("peft_type", "LORA")).upper().rpartition(".")[2] != "LORA":
             raise ValueError(f"{folder}: peft_type is {shown(found['peft_type'])}; supported: LORA")
         for name, nothing in UNSUPPORTED.items():
@@ -132,8 +135,8 @@ def read_adapter(
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
-    config = PeftConfig.read(folder)
-    digest = hashlib.sha256((folder / CONFIG).read_bytes())
+    digest = hashlib.sha256()
+    config = PeftConfig.read(folder, digest)
     with pool_of(_num_threads(), "quire-adapter") as pool:
         tensors, hashes = _tensors(folder, pool, memory)
         for tensor in tensors:
@@ -311,6 +314,8 @@ def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stor
     if (folder / SAFETENSORS).is_file():
         entries = read_entries(folder / SAFETENSORS)
         data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
+        # The header may be of before a trainer saved anew: what is hashed is what tensors are taken from where.
+        hashes.append(hashlib.sha256(str([(entry.start, entry.stop) for entry in entries]).encode()).digest())
         types = [getattr(torch, DTYPES[entry.dtype][0]) for entry in entries]
         return [
             _stored(entry.name, dtype, entry.shape, data[entry.start : entry.stop])
