@@ -30,7 +30,7 @@ class PoolingModel(DecoderModel):
 
     is_pooling_model: ClassVar[bool] = True
     supports_generation: ClassVar[bool] = False
-    capturable = False  # graphs end with logits
+    capturable = False  # most compute whole texts without a cache, so no backend says that its steps can be
     default_pooling: ClassVar[str] = "CLS"
     heads: ClassVar[dict[Task, HeadConfig]] = {}
     head_rules: ClassVar[dict[Task, tuple[Rule, ...]]] = {}
