@@ -27,13 +27,13 @@ from quire.models.base import LanguageModel, WritesLastApart
 from quire.pooling.heads import Heads
 from quire.pooling.pooler import Pooled, Pooler, by_place
 from quire.sample.processors import LogitsProcessor, SampleBatch
+from quire.sample.prompt_logprobs import PromptLogprobsTracker
 from quire.sample.ranks import make_sampler
 from quire.spec_decode.hidden_states import HiddenStates
 from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
 from quire.worker.graphs import DECODE_ROWS, MIXED_TOKENS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
-from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending

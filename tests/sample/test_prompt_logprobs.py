@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from quire.messages.sampling_params import SamplingParams
-from quire.worker.prompt_logprobs import PromptLogprobsTracker
+from quire.sample.prompt_logprobs import PromptLogprobsTracker
 from tests.sample.rows import new_row
 
 
