@@ -1,6 +1,7 @@
 """Counters and times of an engine, named like vLLM's with the prefix `quire:`. docs/metrics.md lists them."""
 
 import dataclasses
+import time
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 
@@ -218,7 +219,8 @@ def adapter_metrics(adapters: AdapterStats | None, labels: dict[str, str], at: f
         "waiting_lora_adapters": ",".join(adapters.waiting),
     }
     return [
-        Gauge("quire:lora_requests_info", {**labels, **names}, at, as_of=at),
+        # Of the wall clock, as vLLM has it: of several series the newest holds.
+        Gauge("quire:lora_requests_info", {**labels, **names}, at + time.time() - time.monotonic(), as_of=at),
         Gauge("quire:lora_adapters_in_host_memory", labels, adapters.num_host, as_of=at),
         Gauge("quire:lora_adapters_in_slots", labels, adapters.num_device, as_of=at),
         Gauge("quire:lora_adapters_waiting", labels, len(adapters.waiting), as_of=at),
@@ -289,7 +291,7 @@ HELP = {
     "quire:spec_decode_num_draft_tokens": "Draft tokens verified.",
     "quire:spec_decode_num_accepted_tokens": "Draft tokens accepted.",
     "quire:spec_decode_num_accepted_tokens_per_pos": "Draft tokens accepted, by position among a row's drafts.",
-    "quire:lora_requests_info": "Adapters of running and of waiting requests, as labels; the value is a time.",
+    "quire:lora_requests_info": "Labels: adapters of running and waiting requests. Value: seconds since 1970.",
     "quire:lora_adapters_in_host_memory": "Adapters in host memory.",
     "quire:lora_adapters_in_slots": "Adapters in device memory.",
     "quire:lora_adapters_waiting": "Adapters that requests wait for.",
