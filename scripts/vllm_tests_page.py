@@ -125,7 +125,8 @@ def of_reports(files: Sequence[Path]) -> Outcomes:
         report = json.loads(file.read_text())
         outcomes |= {test: ("failed", reason(test)) for test in report["failed"]}
         skipped = {test: why for test, why in report["skipped"].items() if not why.startswith(PLACEHOLDER)}
-        outcomes |= {test: ("not run", why.strip().splitlines()[-1]) for test, why in skipped.items()}
+        last = {test: why.strip().splitlines()[-1] for test, why in skipped.items()}
+        outcomes |= {test: ("not run", why.replace(f"{sys.executable} -m ", "")) for test, why in last.items()}
         passed |= dict.fromkeys(report["passed"], ("passed", ""))
     outcomes |= passed
     return Outcomes(
