@@ -8,7 +8,7 @@ from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import CanGate, LinearMethod, Partition
+from quire.quantization.base import GatedLinearMethod, LinearMethod, Partition
 from quire.quantization.encoder_linear import EncoderLinearMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -47,7 +47,7 @@ class ParallelLinear(nn.Module):
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """activation(gate) * up: outputs are [gate; up]."""
-        if isinstance(self.method, CanGate):
+        if isinstance(self.method, GatedLinearMethod):
             return self.method.apply_gated(self, x, self.bias, activation)
         return activate_mul(self(x), activation)
 

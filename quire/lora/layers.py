@@ -16,7 +16,7 @@ from quire.layers.load_slot import LoadSlot, ShardId
 from quire.layers.packed_experts import PackedExperts
 from quire.lora.factors import Factors
 from quire.lora.state import LoRAState
-from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
+from quire.quantization.base import GatedLinearMethod, LinearMethod, Partition, VocabMethod, keep
 from quire.quantization.fused_linear import FusedLinearMixin
 
 
@@ -80,7 +80,7 @@ def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
 
 
 @dataclass(frozen=True)
-class LoRALinearMethod:
+class LoRALinearMethod(GatedLinearMethod):
     """A layer's own method and the terms, which are `layer.low_rank`. Workers each add theirs before outputs are
     summed over them."""
 

@@ -9,6 +9,13 @@ import torch
 from tests.tiny_models import prompts, save_tiny
 
 LENGTHS = (1, 5, 16, 40, 90, 120)
+ARGUMENTS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 1 << 25,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+}
 
 
 @dataclass

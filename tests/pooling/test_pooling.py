@@ -14,7 +14,7 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.kernels import native
 from quire.messages.requests import ErrorKind
 from tests.pooling import largest
-from tests.pooling.references import PoolingReference, assert_close, make_pooling_reference
+from tests.pooling.references import ARGUMENTS, PoolingReference, assert_close, make_pooling_reference
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 10, "max_model_len": 136, "long_prefill_token_threshold": 8}
 SETTINGS = {
@@ -30,13 +30,6 @@ SETTINGS = {
     "native attention": {"attention_backend": "native" if native.library() else None, "max_num_batched_tokens": 40},
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-ARGUMENTS = {
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "kv_cache_memory_bytes": 1 << 25,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-}
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,9 @@ import torch
 
 from quire import LLM, PoolingParams
 from quire.worker.graphs import GraphKey, StepBuffers, StepGraphs, graph_sizes
-from tests.pooling.references import PoolingReference, assert_close, make_pooling_reference
+from tests.pooling.references import ARGUMENTS, PoolingReference, assert_close, make_pooling_reference
 
 CPU = torch.device("cpu")
-ARGUMENTS = {
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "kv_cache_memory_bytes": 1 << 25,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-}
 
 
 class ComputedGraphs:

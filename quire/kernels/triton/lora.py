@@ -155,6 +155,21 @@ def _shrink_kernel(
     tl.store(inner + at, found, mask=(column < width)[None, :])
 
 
+@triton.jit
+def _tile(order, tile_slots, ranks, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """A program's tile: its slot, the rank of that one's adapter, positions and tokens. They are from before the kernel
+    whose end is waited for."""
+    tile = tl.program_id(1)
+    slot = tl.load(tile_slots + tile)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.load(order + position)
+    own_rank = tl.load(ranks + tl.maximum(slot, 0))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    return slot, own_rank, position, token
+
+
 @triton.jit(do_not_specialize=["positions", "second", "third", "each"])
 def _expand_kernel(
     inner,
@@ -179,15 +194,7 @@ def _expand_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tile = tl.program_id(1)
-    # These are from before the kernel whose end is waited for.
-    slot = tl.load(tile_slots + tile)
-    position = tile * ROWS + tl.arange(0, ROWS)
-    token = tl.load(order + position)
-    own_rank = tl.load(ranks + tl.maximum(slot, 0))
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    slot, own_rank, position, token = _tile(order, tile_slots, ranks, ROWS, PDL)
     if slot < 0:
         return
     if own_rank == 0:
@@ -248,14 +255,7 @@ def _expand_gated_kernel(
     PDL: tl.constexpr,
 ):
     """silu(gate) * up of all tokens, after the terms of those that have an adapter."""
-    tile = tl.program_id(1)
-    slot = tl.load(tile_slots + tile)
-    position = tile * ROWS + tl.arange(0, ROWS)
-    token = tl.load(order + position)
-    own_rank = tl.load(ranks + tl.maximum(slot, 0))
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    slot, own_rank, position, token = _tile(order, tile_slots, ranks, ROWS, PDL)
     if slot == -1:
         return
     begin = tl.program_id(0) * each
