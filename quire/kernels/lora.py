@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 
 from quire.kernels import native
-from quire.kernels.dispatch import use_triton
+from quire.kernels.dispatch import INTERPRETED, supports_triton, use_triton
 
 if TYPE_CHECKING:
     from quire.kernels.triton.lora import GroupedTokens
@@ -22,6 +22,10 @@ class LowRank:
     b: torch.Tensor  # [slots, out, rank], scale included; on a CPU a view of [slots, rank, out]
     ends: tuple[int, ...]  # of each part in the outputs
     ranks: torch.Tensor  # [slots] int32: beyond a slot's, both are zero; 0: its adapter leaves this layer as it is
+    # What programs of one launch leave for the others, of `row_words`: a layer's own, since each value is marked with
+    # the step.
+    inner: torch.Tensor | None = None  # [rows, splits, parts * rank]
+    terms: torch.Tensor | None = None  # [rows, out]
 
     @property
     def rank(self) -> int:
@@ -38,11 +42,21 @@ class LowRank:
 class RowTerms:
     """The terms of a few rows, whose outer product is part of the base's kernel (`skinny_linear`)."""
 
-    # [rows, splits, parts * rank] float32: their inner products by A, in parts of the inputs. Of a norm of these only
-    # the gain is applied: the base's kernel has its factor of each row.
-    inner: torch.Tensor
     slots: torch.Tensor  # [rows or more] int32
+    step: torch.Tensor  # [1] int32: another one whenever a layer is launched again
     w: LowRank
+
+
+def row_words(
+    rows: int, num_inputs: int, width: int, num_outputs: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """LowRank's `inner` and `terms`, for devices that need them."""
+    if not (supports_triton(device) or INTERPRETED):
+        return None, None
+    from quire.kernels.triton.lora import row_splits
+
+    inner = torch.zeros(rows, row_splits(num_inputs)[0], width, dtype=torch.int64, device=device)
+    return inner, torch.zeros(rows, num_outputs, dtype=torch.int64, device=device)
 
 
 def add_low_rank_torch(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, w: LowRank) -> None:
@@ -101,23 +115,13 @@ def gated_low_rank(
     return kernel.gated_low_rank(gate_up, x, grouped, w.ranks, w.a, w.b)
 
 
-def row_terms(x: torch.Tensor, gain: torch.Tensor | None, slots: torch.Tensor, w: LowRank) -> RowTerms:
-    """A[slot] x, or A[slot] (gain * x), of a few rows, to be multiplied by B in `skinny_linear`."""
-    if use_triton(x):
-        from quire.kernels.triton import lora as kernel
-
-        return RowTerms(kernel.shrink_rows(x, gain, slots, w.ranks, w.a), slots, w)
-    values = x.float() if gain is None else x.float() * gain.float()
-    return RowTerms(torch.einsum("nk,nrk->nr", values, w.a[slots[: len(x)].long()].float())[:, None], slots, w)
-
-
-def sums_of_terms_torch(terms: RowTerms) -> torch.Tensor:
-    """[rows, outputs] float32."""
-    w, rows = terms.w, len(terms.inner)
-    sums = torch.zeros(rows, w.b.shape[1], device=w.b.device)
-    for row, slot in enumerate(terms.slots[:rows].tolist()):
+def sums_of_terms_torch(terms: RowTerms, x: torch.Tensor) -> torch.Tensor:
+    """[rows, outputs] float32, of x [rows, inputs] in float32."""
+    w = terms.w
+    sums = torch.zeros(len(x), w.b.shape[1], device=w.b.device)
+    for row, slot in enumerate(terms.slots[: len(x)].tolist()):
         if slot >= 0 and w.ranks[slot]:
-            inner = terms.inner[row].sum(0).split(w.rank)
+            inner = (w.a[slot].float() @ x[row]).split(w.rank)
             factors = w.b[slot].float().tensor_split(w.ends[:-1])
             sums[row] = torch.cat([b @ h for h, b in zip(inner, factors, strict=True)])
     return sums
@@ -144,12 +148,14 @@ def write_slots_of_tokens(
     rows: torch.Tensor,  # [n]: -1 is padding
     token_rows: torch.Tensor | None,  # [N]: which of the n each token belongs to, -1 is padding; None: token i to row i
     row_slots: torch.Tensor,  # [rows] int32
+    step: torch.Tensor,  # [1] int32: counted here, for RowTerms
 ) -> None:
     """Each token's slot, that of its row; -1 for padding."""
     if use_triton(out):
         from quire.kernels.triton import lora as kernel
 
-        kernel.write_slots_of_tokens(out, rows, token_rows, row_slots)
+        kernel.write_slots_of_tokens(out, rows, token_rows, row_slots, step)
         return
+    step += 1
     found = slots_of_tokens_torch(rows, token_rows, row_slots)
     out[: len(found)] = found

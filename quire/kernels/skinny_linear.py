@@ -43,8 +43,7 @@ def skinny_linear_torch(
         right = right * (weight_scale.view(-1, 1) if groups is None else expand_scales(weight_scale, groups))
     y = F.linear(left, right, None if bias is None else bias.float())
     if terms is not None:
-        factor = 1.0 if norm is None else torch.rsqrt(x.float().square().mean(1, keepdim=True) + norm[1])
-        y = y + sums_of_terms_torch(terms) * factor
+        y = y + sums_of_terms_torch(terms, left)
     if silu:
         y = silu_mul_torch(y)
     if residual is not None:

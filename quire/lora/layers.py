@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from quire.kernels.activation import SILU, activate_mul
-from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank, can_gate, gated_low_rank, row_terms
+from quire.kernels.lora import MAX_PARTS, LowRank, RowTerms, add_low_rank, can_gate, gated_low_rank, row_words
 from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.load_slot import LoadSlot, ShardId
@@ -22,7 +23,7 @@ from quire.quantization.fused_linear import FusedLinearMixin
 
 @runtime_checkable
 class AdaptableLinear(Protocol):
-    """A layer that multiplies every token of a step, in order, by its method. (Those of layers/linear.py are.)"""
+    """A layer that multiplies every token of a step, in order and once, by its method. (Those of layers/linear.py are.)"""
 
     in_features: int
     out_partition_sizes: list[int]
@@ -70,7 +71,10 @@ def new_weights(
     else:
         b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
     ranks = torch.zeros(state.max_loras, dtype=torch.int32, device=state.device)
-    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), ranks)
+    ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
+    if leading:
+        return LowRank(a, b, ends, ranks)
+    return LowRank(a, b, ends, ranks, *row_words(MAX_FUSED_ROWS, num_inputs, a.shape[1], sum(sizes), state.device))
 
 
 def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
@@ -114,7 +118,7 @@ class LoRALinearMethod(GatedLinearMethod):
         if not self.state.active:
             return self.base.apply_fused(layer, x, bias, norm, residual, silu)
         assert isinstance(self.base, FusedLinearMixin)
-        terms = row_terms(x, None if norm is None else norm[0], self.state.slots, layer.low_rank)  # type: ignore[arg-type]
+        terms = RowTerms(self.state.slots, self.state.step, layer.low_rank)  # type: ignore[arg-type]
         return self.base.apply_fused(layer, x, bias, norm, residual, silu, terms)
 
     @property

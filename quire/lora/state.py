@@ -24,6 +24,7 @@ class LoRAState:
         self.device = device
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)  # of those with adapters, since graphs were made
         self.grouped: GroupedTokens | None = None  # the step's tokens by adapter, where kernels want it
         self.head_takes_adapters = False
         self.logit_slots: torch.Tensor | None = None  # by row of the logits that are being computed
@@ -72,6 +73,6 @@ class LoRAState:
         """Before the layers run: rows and token_rows as prepare_inputs has them."""
         self.active = active
         if active:
-            write_slots_of_tokens(self.slots, rows, token_rows, self._row_slots)
+            write_slots_of_tokens(self.slots, rows, token_rows, self._row_slots, self.step)
             count = len(rows if token_rows is None else token_rows)
             self.grouped = group_tokens(self.slots[:count], self.max_loras)

@@ -21,6 +21,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }

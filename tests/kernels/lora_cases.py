@@ -4,11 +4,12 @@ import torch
 
 from quire.kernels.lora import (
     LowRank,
+    RowTerms,
     add_low_rank,
     add_low_rank_torch,
     gated_low_rank,
     group_tokens,
-    row_terms,
+    row_words,
     slots_of_tokens_torch,
     write_slots_of_tokens,
 )
@@ -92,7 +93,9 @@ def check_slots_of_tokens(device: str) -> None:
     tokens = torch.tensor([0, 0, 1, 2, 3, 3, -1, -1], dtype=torch.int32, device=device)
     for token_rows, wanted in ((None, [2, 1, -1, -1]), (tokens, [2, 2, 1, -1, -1, -1, -1, -1])):
         out = torch.full((10,), 7, dtype=torch.int32, device=device)
-        write_slots_of_tokens(out, rows, token_rows, row_slots)
+        step = torch.tensor([5], dtype=torch.int32, device=device)
+        write_slots_of_tokens(out, rows, token_rows, row_slots, step)
+        assert step.item() == 6
         assert out.tolist() == wanted + [7] * (10 - len(wanted))
         assert slots_of_tokens_torch(rows, token_rows, row_slots).tolist() == wanted
 
@@ -168,13 +171,17 @@ def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> 
     of_rows = torch.tensor([*slots, 0], dtype=torch.int32, device=device)
     ranks = torch.tensor([rank, rank - 3, 0], dtype=torch.int32, device=device)
     given["b"][1, :, rank - 3 :] = 0
-    w = LowRank(given["a"], given["b"], tuple(torch.tensor(sizes).cumsum(0).tolist()), ranks)
+    words = row_words(2, num_inputs, len(sizes) * rank, outputs, torch.device(device))
+    w = LowRank(given["a"], given["b"], tuple(torch.tensor(sizes).cumsum(0).tolist()), ranks, *words)
     norm = (given["gain"], 1e-5) if has_norm else None
     residual = None if silu else given["residual"]
     prepare_skinny_linear(torch.device(device))
-    terms = row_terms(given["x"], given["gain"] if has_norm else None, of_rows, w)
+    step = torch.zeros(1, dtype=torch.int32, device=device)
+    terms = RowTerms(of_rows, step, w)
     options = {"norm": norm, "silu": silu, "residual": residual, "terms": terms}
-    out = skinny_linear(given["x"], given["weight"], config=config, **options)
+    for inputs in (torch.full_like(given["x"], 3.0), given["x"]):  # the second step's products are not the first's
+        step += 1
+        out = skinny_linear(inputs, given["weight"], config=config, **options)
 
     plain = given["x"].float()
     if norm is not None:

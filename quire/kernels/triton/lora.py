@@ -2,8 +2,10 @@
 
 Tokens are sorted by adapter once a step, each adapter's padded to whole tiles, so that a tile has one. As many programs
 are launched as the worst distribution needs; those without a tile return at once, as do tiles of a slot whose adapter
-leaves the layer as it is. One or two rows have kernels of their own, and their sum is part of the base's product
-(`row_term`).
+leaves the layer as it is.
+
+One or two rows need no launch more: the first programs of the base's product are `shrink_row`, the next `expand_row`,
+and all others add to their outputs what these have written meanwhile (`awaited_values`).
 """
 
 import math
@@ -23,7 +25,8 @@ RANKS = 32  # at once
 PROGRAMS = 800  # that an expansion has left when each has more than one block of outputs
 ROW_SPLITS = 16  # of the inputs of a single row
 ROW_INPUTS = 512  # of a split, or more
-ROW_RANKS = 16  # of a program for a single row, and at once
+ROW_RANKS = 16  # at once
+ROW_FACTORS = 256  # of A, or of B, that a warp has of a single row's
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class GroupedTokens:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _slots_kernel(rows, token_rows, row_slots, out, num_tokens, DECODE_ONLY: tl.constexpr, BLOCK: tl.constexpr):
+def _slots_kernel(rows, token_rows, row_slots, out, step, num_tokens, DECODE_ONLY: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.store(step, tl.load(step) + 1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     place = token
@@ -319,14 +324,17 @@ def _factors(of_b, column, rank, first, real, EVEN: tl.constexpr, RANKS: tl.cons
 
 
 @triton.jit
-def _shrink_row_kernel(
+def shrink_row(
+    unit,  # a program's row, group of columns and split
     x,  # [rows, inputs]
     gain,  # [inputs] of a norm of x
     slots,
+    step,
     ranks,
     a,  # [slots, width, inputs]
-    inner,  # [rows, splits, width]
+    inner,  # [rows, splits, width] words
     x_stride,
+    splits,
     width,
     num_inputs,
     INPUTS: tl.constexpr,  # of a split
@@ -335,8 +343,10 @@ def _shrink_row_kernel(
     HAS_GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    split, row = tl.program_id(0), tl.program_id(2)
-    column = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    """A row's inner products by A, for `expand_row`."""
+    split, groups = unit % splits, tl.cdiv(width, RANKS)
+    column = (unit // splits) % groups * RANKS + tl.arange(0, RANKS)
+    row = unit // (splits * groups)
     k = split * INPUTS + tl.arange(0, INPUTS)
     # What the row's slot was when this kernel began, most likely still is. A is loaded before x is there.
     slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
@@ -345,16 +355,14 @@ def _shrink_row_kernel(
     if PDL:
         gdc_wait()
     now = tl.load(slots + row, volatile=True)
+    now_step = tl.load(step)
     values = tl.load(x + row.to(tl.int64) * x_stride + k, mask=k < num_inputs, other=0.0).to(tl.float32)
-    if PDL:
-        # Not earlier: the base's weights, which the next kernel begins to load, would be ahead of these in the queue.
-        gdc_launch_dependents()
-        if now != slot:
-            slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
+    if now != slot:
+        slot, own_rank, weights = _adapter_of(slots + row, ranks, a, column, k, width, num_inputs, EVEN)
     if HAS_GAIN:
         values *= factor
     found = tl.where(own_rank > 0, tl.sum(weights.to(tl.float32) * values[None, :], 1), 0.0)
-    tl.store(inner + (row * tl.num_programs(0) + split) * width + column, found, mask=column < width)
+    tl.store(inner + (row * splits + split) * width + column, _word(found, now_step), mask=column < width)
 
 
 @triton.jit
@@ -369,81 +377,97 @@ def _adapter_of(of_row, ranks, a, column, k, width, num_inputs, EVEN: tl.constex
 
 
 @triton.jit
-def prefetch_row(n, slots, b, num_outputs, rank):
-    """Into the second cache: what the first row's adapter has of B for columns `n`, or the start of it."""
-    slot = tl.maximum(tl.load(slots, volatile=True), 0).to(tl.int64)
-    of_b = b + (slot * num_outputs + tl.minimum(n, num_outputs - 1)) * rank
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [of_b.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def row_term(
-    n,  # output columns
-    first_n,
-    row,
-    inner,  # [rows, splits, width]
+def expand_row(
+    unit,  # a program's row and block of outputs
     slots,
+    step,
+    ranks,
     b,  # [slots, outputs, rank]
+    inner,
+    terms,  # [rows, outputs] words
     num_outputs,
     splits,
     width,
     rank,
     second,
     third,
+    OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
-    ONE_STEP: tl.constexpr,  # RANKS are all
-    ONE_PART: tl.constexpr,  # columns `n` are of the same part
+    PDL: tl.constexpr,
 ):
-    """B times the inner products of one row, for columns `n`."""
-    total = tl.zeros(n.shape, tl.float32)
-    slot = tl.load(slots + row).to(tl.int64)
-    # What is behind the branch is not mixed with what is before it, whose registers are full.
-    if slot >= 0:
-        of_b = b + (slot * num_outputs + tl.minimum(n, num_outputs - 1)) * rank
-        of_row = inner + row * splits * width
-        if ONE_PART:
-            part = (first_n >= second).to(tl.int32) + (first_n >= third).to(tl.int32)
-            total = _term_of_part(of_row + part * rank, of_b, splits, width, rank, SPLITS, RANKS, ONE_STEP)
-        else:
-            part_of = (n >= second).to(tl.int32) + (n >= third).to(tl.int32)
-            for part in tl.static_range(3):
-                if part * rank < width:
-                    term = _term_of_part(of_row + part * rank, of_b, splits, width, rank, SPLITS, RANKS, ONE_STEP)
-                    total = tl.where(part_of == part, term, total)
-    return total
+    """B times a row's inner products, for all programs that compute these outputs."""
+    blocks = tl.cdiv(num_outputs, OUTPUTS)
+    row, first = unit // blocks, unit % blocks * OUTPUTS
+    n = first + tl.arange(0, OUTPUTS)
+    slot = tl.load(slots + row, volatile=True)
+    weights = _row_factors(n, slot, b, num_outputs, rank, 0, RANKS)  # before x is there
+    if PDL:
+        gdc_wait()
+    now = tl.load(slots + row, volatile=True)
+    now_step = tl.load(step)
+    if now != slot:
+        weights = _row_factors(n, now, b, num_outputs, rank, 0, RANKS)
+    total = tl.zeros([OUTPUTS], tl.float32)
+    own_rank = 0
+    if now >= 0:
+        own_rank = tl.load(ranks + now)
+    if own_rank > 0:
+        of_column = _part_of(n, second, third)
+        for part in range(_part_of(first, second, third), _part_of(first + OUTPUTS - 1, second, third) + 1):
+            if part * rank < width:
+                for of_ranks in range(0, own_rank, RANKS):
+                    if of_ranks + part > 0:
+                        weights = _row_factors(n, now, b, num_outputs, rank, of_ranks, RANKS)
+                    r, split = of_ranks + tl.arange(0, RANKS), tl.arange(0, SPLITS)
+                    at = inner + (row * splits + tl.minimum(split, splits - 1)[:, None]) * width + part * rank
+                    products = awaited_values(at + tl.minimum(r, rank - 1)[None, :], now_step)
+                    products = tl.where((split < splits)[:, None] & (r < rank)[None, :], products, 0.0)
+                    term = tl.sum(weights.to(tl.float32) * tl.sum(products, 0)[None, :], 1)
+                    total += tl.where(of_column == part, term, 0.0)
+    tl.store(terms + row * num_outputs + n, _word(total, now_step), mask=n < num_outputs)
 
 
 @triton.jit
-def _term_of_part(
-    of_inner, of_b, splits, width, rank, SPLITS: tl.constexpr, RANKS: tl.constexpr, ONE_STEP: tl.constexpr
-):
-    if ONE_STEP:
-        total = _term_of_ranks(of_inner, of_b, 0, splits, width, rank, SPLITS, RANKS)
-    else:
-        total = tl.zeros(of_b.shape, tl.float32)
-        for first in range(0, rank, RANKS):
-            total += _term_of_ranks(of_inner, of_b, first, splits, width, rank, SPLITS, RANKS)
-    return total
+def _part_of(column, second, third):
+    return (column >= second).to(tl.int32) + (column >= third).to(tl.int32)
 
 
 @triton.jit
-def _term_of_ranks(of_inner, of_b, first, splits, width, rank, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    r, split = first + tl.arange(0, RANKS), tl.arange(0, SPLITS)
-    inside = (split < splits)[:, None] & (r < rank)[None, :]
-    products = tl.load(of_inner + split[:, None] * width + r[None, :], mask=inside, other=0.0)
-    weights = tl.load(of_b[:, None] + r[None, :], mask=(r < rank)[None, :], other=0.0).to(tl.float32)
-    return tl.sum(weights * tl.sum(products, 0)[None, :], 1)
+def _row_factors(n, slot, b, num_outputs, rank, first, RANKS: tl.constexpr):
+    r = first + tl.arange(0, RANKS)
+    of_b = b + (tl.maximum(slot, 0).to(tl.int64) * num_outputs + tl.minimum(n, num_outputs - 1)) * rank
+    return tl.load(of_b[:, None] + r[None, :], mask=(r < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _word(value, step):
+    """With the step beside it, in eight bytes that are written at once: who reads it sees whether it is there."""
+    return (step.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def awaited_values(at, step):
+    """What other programs of the launch have written, or soon will."""
+    words = tl.load(at, volatile=True)
+    return values_of(words, at, step)
+
+
+@triton.jit
+def values_of(words, at, step):
+    """`words` were loaded before; as long as some are of another step, all are loaded again. The programs that write
+    are the first of the launch, and wait for none behind them."""
+    while tl.max(((words >> 32) != step).to(tl.int32)) > 0:
+        words = tl.load(at, volatile=True)
+    return (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 def write_slots_of_tokens(
-    out: torch.Tensor, rows: torch.Tensor, token_rows: torch.Tensor | None, row_slots: torch.Tensor
+    out: torch.Tensor, rows: torch.Tensor, token_rows: torch.Tensor | None, row_slots: torch.Tensor, step: torch.Tensor
 ) -> None:
     count = len(rows) if token_rows is None else len(token_rows)
     _slots_kernel[(triton.cdiv(count, TOKENS),)](
-        rows, rows if token_rows is None else token_rows, row_slots, out, count,
+        rows, rows if token_rows is None else token_rows, row_slots, out, step, count,
         DECODE_ONLY=token_rows is None, BLOCK=TOKENS, num_warps=4,
     )  # fmt: skip
 
@@ -533,18 +557,7 @@ def _outputs_of_a_program(blocks: int, tiles: int) -> int:
     return OUTPUTS * max(1, min(8, tiles * blocks // PROGRAMS))
 
 
-def shrink_rows(
-    x: torch.Tensor, gain: torch.Tensor | None, slots: torch.Tensor, ranks: torch.Tensor, a: torch.Tensor
-) -> torch.Tensor:
-    """[rows, splits, width]; zeros of a row whose adapter leaves the layer as it is."""
-    assert x.stride(1) == 1
-    (rows, num_inputs), width = x.shape, a.shape[1]
+def row_splits(num_inputs: int) -> tuple[int, int]:
+    """How many splits of so many inputs a single row has."""
     inputs = max(ROW_INPUTS, triton.next_power_of_2(triton.cdiv(num_inputs, ROW_SPLITS)))
-    splits = triton.cdiv(num_inputs, inputs)
-    inner = torch.empty(rows, splits, width, dtype=torch.float32, device=x.device)
-    _shrink_row_kernel[(splits, triton.cdiv(width, ROW_RANKS), rows)](
-        x, gain, slots, ranks, a, inner, x.stride(0), width, num_inputs,
-        INPUTS=inputs, RANKS=ROW_RANKS, EVEN=num_inputs % inputs == 0, HAS_GAIN=gain is not None,
-        num_warps=4 if inputs <= ROW_INPUTS else 8, **early_launch(x),
-    )  # fmt: skip
-    return inner
+    return triton.cdiv(num_inputs, inputs), inputs

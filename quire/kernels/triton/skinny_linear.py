@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.lora import RowTerms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_FUSED_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.triton.lora import ROW_RANKS, prefetch_row, row_term
+from quire.kernels.triton.lora import ROW_FACTORS, ROW_RANKS, awaited_values, expand_row, row_splits, shrink_row
 from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
@@ -80,14 +80,20 @@ def _gemv_kernel(
     norm_weight,  # [K] of an RMSNorm of x
     w_scale,  # [N], or [N / GROUP_N, K / GROUP_K]
     x_scale,
-    inner,  # of the terms of adapters
-    slots,
+    slots,  # of adapters
+    lora_step,
+    ranks,
+    a,
     b,
+    inner,
+    terms,  # [rows, N], with SILU [rows, 2 * N]
     rows,
     K,
     N,
     x_stride,
     eps,
+    shrinks,  # programs of `shrink_row`
+    expands,  # of `expand_row`
     splits,
     width,
     rank,
@@ -107,15 +113,32 @@ def _gemv_kernel(
     GROUP_N: tl.constexpr,  # outputs and inputs that share a scale of the weight; 0: a scale per output
     GROUP_K: tl.constexpr,
     SILU: tl.constexpr,
-    SPLITS: tl.constexpr,  # at least as many as the terms' inner products have; 0: there are no terms
+    SPLITS: tl.constexpr,  # at least as many as the inner products of adapters have; 0: there are no adapters
+    SPLIT_INPUTS: tl.constexpr,
+    SPLIT_RANKS: tl.constexpr,
+    SPLITS_EVEN: tl.constexpr,
     RANKS: tl.constexpr,
-    RANKS_ONCE: tl.constexpr,  # these are all
-    ONE_PART: tl.constexpr,  # no block of outputs has two
+    OUTPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    if SPLITS > 0:
+        if block < shrinks:
+            shrink_row(
+                block, x, norm_weight, slots, lora_step, ranks, a, inner, x_stride, splits, width, K,
+                SPLIT_INPUTS, SPLIT_RANKS, SPLITS_EVEN, HAS_NORM, PDL,
+            )  # fmt: skip
+            return
+        if block < shrinks + expands:
+            expand_row(
+                block - shrinks, slots, lora_step, ranks, b, inner, terms, 2 * N if SILU else N, splits, width, rank,
+                second, third, OUTPUTS, SPLITS, RANKS, PDL,
+            )  # fmt: skip
+            return
+        block -= shrinks + expands
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # Columns past the end read the last one again: cheaper than a mask, and never stored.
     w_rows = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
     # One accumulator per row, reduced once at the end: a reduction in the loop would be a barrier in the loop.
@@ -149,10 +172,6 @@ def _gemv_kernel(
                 factor_up = scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
-            if SPLITS > 0 and ONE_STEP:
-                prefetch_row(n, slots, b, 2 * N if SILU else N, rank)
-                if SILU:
-                    prefetch_row(N + n, slots, b, 2 * N, rank)
             gdc_wait()
         gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
@@ -177,23 +196,16 @@ def _gemv_kernel(
     factor1, total1, total_up1 = factor0, total0, total_up0
     if ROWS > 1:
         factor1, total1, total_up1 = _reduced(acc1, up1, squares1, K, eps, HAS_NORM, SILU)
-    # Not before the reductions: registers are full of sums.
-    first_n, term, up = tl.program_id(0) * BLOCK_N, 0.0, 0.0
+    term, up = 0.0, 0.0
     if SPLITS > 0:
-        term, up = _terms(
-            n, first_n, 0, inner, slots, b, N, splits, width, rank, second, third,
-            SPLITS, RANKS, RANKS_ONCE, ONE_PART, SILU,
-        )  # fmt: skip
+        term, up = _terms(n, 0, terms, lora_step, N, SILU)
     _write_row(
         factor0, total0, total_up0, term, up, n, 0, rows, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
     )  # fmt: skip
     if ROWS > 1:
         if SPLITS > 0:
-            term, up = _terms(
-                n, first_n, tl.minimum(1, rows - 1), inner, slots, b, N, splits, width, rank, second, third,
-                SPLITS, RANKS, RANKS_ONCE, ONE_PART, SILU,
-            )  # fmt: skip
+            term, up = _terms(n, tl.minimum(1, rows - 1), terms, lora_step, N, SILU)
         _write_row(
             factor1, total1, total_up1, term, up, n, 1, rows, y, bias, residual, w_scale, x_scale, N,
             HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
@@ -275,23 +287,12 @@ def _write_row(
 
 
 @triton.jit
-def _terms(
-    n, first_n, row, inner, slots, b, N, splits, width, rank, second, third,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, RANKS_ONCE: tl.constexpr, ONE_PART: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+def _terms(n, row, terms, lora_step, N, SILU: tl.constexpr):
     """Of a row's adapter, for columns `n`; with SILU also for those of the second half."""
-    of_all = 2 * N if SILU else N
-    term = row_term(
-        n, first_n, row, inner, slots, b, of_all, splits, width, rank, second, third,
-        SPLITS, RANKS, RANKS_ONCE, ONE_PART,
-    )  # fmt: skip
-    up = term
-    if SILU:
-        up = row_term(
-            N + n, N + first_n, row, inner, slots, b, of_all, splits, width, rank, second, third,
-            SPLITS, RANKS, RANKS_ONCE, ONE_PART,
-        )  # fmt: skip
-    return term, up
+    step = tl.load(lora_step)
+    at = terms + row * (2 * N if SILU else N) + tl.minimum(n, N - 1)
+    term = awaited_values(at, step)
+    return term, awaited_values(at + N, step) if SILU else term
 
 
 @triton.jit
@@ -465,9 +466,9 @@ def skinny_linear(
     if config.kind == "gemv":
         assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
-        factors, sizes, of_terms = _given(terms, config.block_n)
+        factors, sizes, of_terms = _given(terms, rows, k, config.warps)
         assert terms is None or rows <= MAX_FUSED_ROWS
-        _gemv_kernel[(tiles,)](
+        _gemv_kernel[(sizes[0] + sizes[1] + tiles,)](
             x, weight, y, bias, residual, gain, weight_scale, x_scale, *factors, rows, k, n, x.stride(0), eps, *sizes,
             ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             STAGES=config.stages, ONE_STEP=k <= config.block_k, HAS_NORM=norm is not None,
@@ -498,17 +499,24 @@ def skinny_linear(
 
 
 def _given(
-    terms: RowTerms | None, block: int
+    terms: RowTerms | None, rows: int, num_inputs: int, warps: int
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, int]]:
     """Arguments of the gemv kernel."""
     if terms is None:
-        return (None,) * 3, (0,) * 5, {"SPLITS": 0, "RANKS": ROW_RANKS, "RANKS_ONCE": True, "ONE_PART": True}
-    _, splits, width = terms.inner.shape
-    rank, bounds = terms.w.rank, terms.w.boundaries
+        none = ("SPLITS", "SPLIT_INPUTS", "SPLIT_RANKS", "SPLITS_EVEN", "RANKS", "OUTPUTS")
+        return (None,) * 7, (0,) * 7, dict.fromkeys(none, 0)
+    w = terms.w
+    splits, inputs = row_splits(num_inputs)
+    factors = ROW_FACTORS * warps
+    width, outputs, of_split, of_expand = w.a.shape[1], w.b.shape[1], max(1, factors // inputs), factors // ROW_RANKS
     flags = {
         "SPLITS": triton.next_power_of_2(splits),
+        "SPLIT_INPUTS": inputs,
+        "SPLIT_RANKS": of_split,
+        "SPLITS_EVEN": num_inputs % inputs == 0,
         "RANKS": ROW_RANKS,
-        "RANKS_ONCE": rank <= ROW_RANKS,
-        "ONE_PART": all(bound % block == 0 for bound in bounds),
+        "OUTPUTS": of_expand,
     }
-    return (terms.inner, terms.slots, terms.w.b), (splits, width, rank, *bounds), flags
+    programs = rows * splits * triton.cdiv(width, of_split), rows * triton.cdiv(outputs, of_expand)
+    given = (terms.slots, terms.step, w.ranks, w.a, w.b, w.inner, w.terms)
+    return given, (*programs, splits, width, w.rank, *w.boundaries), flags
