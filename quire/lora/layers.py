@@ -23,7 +23,7 @@ from quire.quantization.fused_linear import FusedLinearMixin
 
 @runtime_checkable
 class AdaptableLinear(Protocol):
-    """A layer that multiplies every token of a step, in order and once, by its method. (Those of layers/linear.py are.)"""
+    """A layer that multiplies every token of a step, once and in order, by its method: those of layers/linear.py."""
 
     in_features: int
     out_partition_sizes: list[int]
