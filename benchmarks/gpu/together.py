@@ -1,10 +1,11 @@
 """Rows of one H200 in few minutes: engines start side by side, and are measured in turn while the others idle.
 
-    python -m benchmarks.gpu.together embeddings,adapters,deepseek-v2-lite --out FOLDER [--seconds 500] [--profile]
+    python -m benchmarks.gpu.together embeddings,adapters,deepseek-v2-lite --out FOLDER [--only lora,b1] [--profile]
 
 A start, whose kernels are compiled first, takes longer than most measurements. Names: `embeddings`; `adapters` (with
 the CPU tier and sleep, of the same engine); models of the card, with `+invariant` in batch-invariant mode. As many as
-fit the device's memory are started at once. Each writes FOLDER/NAME.json as it goes on, and its log beside it.
+fit the device's memory are started at once. Each writes FOLDER/NAME.json as it goes on, and its log beside it. --only
+chooses among rows of the card, and lora, churn, prompts and sleep of the engine with adapters.
 """
 
 import argparse
@@ -45,6 +46,7 @@ SIZES = {
 }
 MORE_GIB = 5
 INVARIANT = "+invariant"
+PARTS = ("lora", "churn", "prompts", "sleep")
 ROWS = ("b1", "nano_greedy", "t512_128", "prefill", "ctx6k")
 INVARIANT_ROWS = ("b1", "nano_greedy")
 ADAPTERS, RANK = 8, 16
@@ -56,8 +58,8 @@ PROMPTS = (16, 8000, 1)
 class Report:
     """What was found, written after every figure; and the folder in which an engine waits for its turn."""
 
-    def __init__(self, name: str, folder: Path, tiny: bool) -> None:
-        self.name, self.folder, self.tiny = name, folder, tiny
+    def __init__(self, name: str, folder: Path, tiny: bool, only: Sequence[str], profiled: bool) -> None:
+        self.name, self.folder, self.tiny, self.only, self.profiled = name, folder, tiny, only, profiled
         self.found: dict[str, Any] = {"machine": describe_machine(probe=False)}
 
     def add(self, key: str, value: Any) -> None:
@@ -79,7 +81,7 @@ class Report:
         return shape_of(TINY if self.tiny else model)
 
 
-def embeddings(report: Report, profiled: bool) -> None:
+def embeddings(report: Report) -> None:
     from quire import LLM
 
     draw, vocabulary = random.Random(0), report.shape("qwen3-0.6b")["vocab_size"]
@@ -106,7 +108,7 @@ def embeddings(report: Report, profiled: bool) -> None:
         report.add("tok/s", [count * length / seconds(given) for given in many])
 
 
-def adapters(report: Report, profiled: bool) -> None:
+def adapters(report: Report) -> None:
     """Of an engine with a CPU tier, to which nothing is saved until it is its turn."""
     import torch
 
@@ -140,43 +142,52 @@ def adapters(report: Report, profiled: bool) -> None:
             llm.generate(workload.prompts, params, use_tqdm=False, lora_request=each)
             return time.perf_counter() - started
 
-        report.add("none", lora.rows(caller, seconds))
-        one = cut(caller.gpu_workload("b1"), 1)
-        seconds(one, made[:1])
-        first = [seconds(one, [adapter]) - seconds(one, [adapter]) for adapter in made[1:]]
-        report.add("first use, s", sorted(first))
-        report.add("one", lora.one_request(caller, lambda workload: seconds(workload, made[:1])))
-        seconds(caller.gpu_workload("prefill"), made)
-        report.add("eight", lora.many(caller, lambda workload: seconds(workload, made)))
-        if profiled:
-            report.add("profile", lora.profile(llm, shape["vocab_size"], made, tiny=report.tiny))
-
-        kv_tiers.wait_for_memory(llm)
-        draw, (users, longest, output) = random.Random(5), (8, 32, 8) if report.tiny else CHURN
-        churn: dict[str, list[float]] = {"off": [], "on": []}
-        for saves in (False, True) * 3:
-            lengths = [draw.randrange(longest // 8, longest) for _ in range(users)]
-            given = [draw.choices(range(10, shape["vocab_size"] // 2), k=length) for length in lengths]
-            churn["on" if saves else "off"].append(users * output / kv_tiers.timed(llm, given, output)[0])
-        report.add("saving to the tier, tok/s", churn)
-        if not report.tiny:  # whose vocabulary is too small, and cache too large
+        if "lora" in report.only:
+            report.add("none", lora.rows(caller, seconds))
+            one = cut(caller.gpu_workload("b1"), 1)
+            seconds(one, made[:1])
+            first = [seconds(one, [adapter]) - seconds(one, [adapter]) for adapter in made[1:]]
+            report.add("first use, s", sorted(first))
+            report.add("one", lora.one_request(caller, lambda workload: seconds(workload, made[:1])))
+            seconds(caller.gpu_workload("prefill"), made)
+            report.add("eight", lora.many(caller, lambda workload: seconds(workload, made)))
+            if report.profiled:
+                report.add("profile", lora.profile(llm, shape["vocab_size"], made, tiny=report.tiny))
+        if "churn" in report.only:
+            kv_tiers.wait_for_memory(llm)
+            draw, (users, longest, output) = random.Random(5), (8, 32, 8) if report.tiny else CHURN
+            churn: dict[str, list[float]] = {"off": [], "on": []}
+            for saves in (False, True) * 3:
+                lengths = [draw.randrange(longest // 8, longest) for _ in range(users)]
+                given = [draw.choices(range(10, shape["vocab_size"] // 2), k=length) for length in lengths]
+                churn["on" if saves else "off"].append(users * output / kv_tiers.timed(llm, given, output)[0])
+            report.add("saving to the tier, tok/s", churn)
+        saves = True
+        if "prompts" in report.only and not report.tiny:  # whose vocabulary is too small, and cache too large
+            kv_tiers.wait_for_memory(llm)
             task = kv_tiers.Options("prompts", None, "dummy", 0, 0, *PROMPTS)
             report.add("prompts, s", kv_tiers.prompts(llm, task))
-
-        params, rounds = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
-        text = llm.generate([[100, 101, 102]], params, use_tqdm=False)[0].outputs[0].token_ids
-        for _ in range(3):
-            started = time.perf_counter()
-            llm.sleep(level=1)
-            asleep = time.perf_counter()
-            llm.wake_up()
-            rounds.append([asleep - started, time.perf_counter() - asleep])
-            again = llm.generate([[100, 101, 102]], params, use_tqdm=False)[0].outputs[0].token_ids
-            assert again == text, "another text after sleeping"
-        report.add("sleep and wake, s", rounds)
+        if "sleep" in report.only:
+            report.add("sleep and wake, s", slept(llm))
 
 
-def card(report: Report, profiled: bool) -> None:
+def slept(llm: Any) -> list[list[float]]:
+    from quire import SamplingParams
+
+    params, rounds = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    text = llm.generate([[100, 101, 102]], params, use_tqdm=False)[0].outputs[0].token_ids
+    for _ in range(3):
+        started = time.perf_counter()
+        llm.sleep(level=1)
+        asleep = time.perf_counter()
+        llm.wake_up()
+        rounds.append([asleep - started, time.perf_counter() - asleep])
+        again = llm.generate([[100, 101, 102]], params, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == text, "another text after sleeping"
+    return rounds
+
+
+def card(report: Report) -> None:
     from quire import LLM
 
     model = report.name.removesuffix(INVARIANT)
@@ -189,17 +200,17 @@ def card(report: Report, profiled: bool) -> None:
         caller = Caller(llm, vocabulary, tiny=report.tiny)
         caller.warm_up(long=True)
         report.wait_for_turn()
-        for row in INVARIANT_ROWS if invariant else ROWS:
+        for row in (row for row in (INVARIANT_ROWS if invariant else ROWS) if row in report.only):
             report.add(row, GPU_WORKLOADS[row](caller).figures)
-        for batch in (1, 16 if report.tiny else 256) if profiled else ():
+        for batch in (1, 16 if report.tiny else 256) if report.profiled else ():
             found = profile_decode(llm, vocabulary, batch, tiny=report.tiny)
             report.add(f"profile of {batch}", found)
             print(profile_text(model, found), flush=True)
 
 
-def measure(name: str, report: Report, profiled: bool) -> None:
-    kinds: dict[str, Callable[[Report, bool], None]] = {"embeddings": embeddings, "adapters": adapters}
-    kinds.get(name, card)(report, profiled)
+def measure(name: str, report: Report) -> None:
+    kinds: dict[str, Callable[[Report], None]] = {"embeddings": embeddings, "adapters": adapters}
+    kinds.get(name, card)(report)
 
 
 def groups(names: Sequence[str]) -> list[list[str]]:
@@ -246,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", help=f"with commas: {', '.join(SIZES)}; those of the card also with {INVARIANT}")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join((*PARTS, *ROWS)), help="with commas (default: all)")
     parser.add_argument("--seconds", type=float, default=550)
     parser.add_argument("--profile", action="store_true", help="decode steps by kernel")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU in each one's place, to try this")
@@ -256,11 +268,12 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: unknown; allowed: {', '.join(SIZES)}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
-        measure(args.names, Report(args.names, args.out, args.tiny), args.profile)
+        only = args.only.split(",")
+        measure(args.names, Report(args.names, args.out, args.tiny, only, args.profile))
         return
     os.environ["PYTHONUNBUFFERED"] = "1"
     end = time.monotonic() + args.seconds
-    options = ["--profile"] * args.profile + ["--tiny"] * args.tiny
+    options = ["--only", args.only, *(["--profile"] * args.profile), *(["--tiny"] * args.tiny)]
     for group in groups(names):
         run(group, args.out, end, options)
 
