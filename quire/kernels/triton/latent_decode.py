@@ -161,7 +161,8 @@ def _decode_kernel(
     # All tiles are masked, though only the last need it: a loop of its own would start with nothing in flight.
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, end, lengths, factor,
-        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True, ROPE_AHEAD,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
+        ROPE_AHEAD,
     )  # fmt: skip
     part = (unit.to(tl.int64) * H + head) * (prefix_splits + splits) + prefix_splits + split
     _store_part(out, sums, acc, max_score, total, part, real, RANK, RP)
@@ -290,7 +291,8 @@ def latent_decode(
     _decode_kernel[(units // queries, tiles, splits)](
         q, q_rope, kv_cache, rows, query_start if query_start is not None else rows, seq_lens, *table,
         prefix_len if prefix_len is not None else rows, parts.out, parts.sums, parts.counts,
-        HB=heads, Q=queries, M=columns, TILE=tuning.tile, ROPE_AHEAD=tuning.rope_ahead, min_tiles=min_tiles, PREFIX=prefix_len is not None,
-        DECODE_ONLY=query_start is None, num_warps=tuning.warps, num_stages=tuning.stages, **shape,
+        HB=heads, Q=queries, M=columns, TILE=tuning.tile, ROPE_AHEAD=tuning.rope_ahead, min_tiles=min_tiles,
+        PREFIX=prefix_len is not None, DECODE_ONLY=query_start is None,
+        num_warps=tuning.warps, num_stages=tuning.stages, **shape,
     )  # fmt: skip
     return parts

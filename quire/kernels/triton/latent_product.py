@@ -32,7 +32,7 @@ class ManyTuning:
 
 
 def many_tuning(units: int, outputs: int, inputs: int, most: int) -> ManyTuning:
-    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has all outputs,
+    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has all outputs
     so that parts are read once, and so few units that there are as many programs as multiprocessors."""
     size = max(16, triton.next_power_of_2(inputs))
     if most == 1 and size <= 128:
