@@ -6,7 +6,7 @@
 The limit is that of reading what must be read once at 4.1 TB/s, or of computing at 800 TFLOP/s if that takes longer.
 Every figure is one layer's share of a CUDA graph of layers whose caches are together more than the L2 holds. `--tune`
 times each candidate of the decode kernel's tuning as well. `--quick` times those of the decode kernel and of the
-products at 64, 128 and 256 rows of V2-Lite, beside what is chosen now, after compiling all of them side by side.
+products at 1 to 256 rows of V2-Lite, beside what is chosen now, after compiling all of them side by side.
 """
 
 import argparse
@@ -61,9 +61,8 @@ SHAPES = {
 }
 # Rows and the length of each: batch 1, `nano`, `t512_128`, `ctx6k`.
 DECODE = [(1, 200), (1, 2000), (1, 6000), (8, 1000), (16, 400), (32, 6000), (64, 1000), (256, 560)]
-QUICK = [
-    (rows, length, uneven) for rows in (64, 128, 256) for length, uneven in ((512, False), (1024, False), (560, True))
-]
+QUICK_ROWS = (1, 16, 64, 128, 256)
+QUICK_KEYS = ((512, False), (1024, False), (560, True))  # of a row; or about so many
 DECODE_TUNINGS = [
     Tuning(64, 4, 2),
     *(Tuning(64, warps, 3, rope_ahead=True) for warps in (4, 8)),
@@ -246,10 +245,11 @@ def decode(report: Report, name: str, shape: Shape, tune: bool) -> None:
 
 
 def quick(report: Report, name: str, shape: Shape) -> None:
-    cases = QUICK if DEVICE.type == "cuda" else [(70, 40, True)]
+    cases = [(rows, *keys) for rows in QUICK_ROWS for keys in QUICK_KEYS if rows >= 64 or not keys[1]]
+    cases = cases if DEVICE.type == "cuda" else [(70, 40, True)]
     with collecting() as jobs:
-        for rows, length, uneven in cases[::3]:
-            for _, _, calls in candidates(Batch(shape, rows, 1, length - 1, uneven=uneven)):
+        for rows in sorted({rows for rows, _, _ in cases}):
+            for _, _, calls in candidates(Batch(shape, rows, 1, 99)):
                 calls[0]()
     began = time.perf_counter()
     compile_all(jobs)
@@ -270,8 +270,9 @@ def quick(report: Report, name: str, shape: Shape) -> None:
                 now[what] = us
             elif us < best.get(what, (float("inf"), None))[0]:
                 best[what] = us, tuning
-        for what, (us, tuning) in best.items():
-            print(f"{case:18} {what:14} now {now[what]:7.1f} us, best {us:7.1f} us: {tuning}", flush=True)
+        for what, us in now.items():
+            other = "best {:7.1f} us: {}".format(*best[what]) if what in best else ""
+            print(f"{case:18} {what:14} now {us:7.1f} us, {other}", flush=True)
         everything = timed(batch.attend())
         limit = batch.keys * shape.width * 2 / BYTES_PER_US
         report.lines.append(
@@ -283,14 +284,15 @@ def quick(report: Report, name: str, shape: Shape) -> None:
 def candidates(batch: Batch) -> list[tuple[str, Tuning | ManyTuning | None, list[Callable[[], object]]]]:
     """Kernel, tuning (None: what is chosen now), and its calls for several layers."""
     found: list[tuple[str, Tuning | ManyTuning | None, list[Callable[[], object]]]] = []
-    for into in (None, *INTO_TUNINGS):
+    many = batch.rows >= 16
+    for into in (None, *INTO_TUNINGS) if many else (None,):
         found.append(
             ("into latent", into, [partial(into_latent, batch.q_nope, w.w_uk, tuning=into) for w in batch.weights])
         )
     found += [("decode", tuning, batch.decode(tuning)) for tuning in (None, *DECODE_TUNINGS)]
     parts = batch.decode()[0]()
     out = torch.empty(batch.tokens, batch.shape.heads, batch.shape.v, device=DEVICE, dtype=torch.bfloat16)
-    for out_of in (None, *OUT_TUNINGS):
+    for out_of in (None, *OUT_TUNINGS) if many else (None,):
         found.append(
             (
                 "out of latent",

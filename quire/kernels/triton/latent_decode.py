@@ -41,20 +41,20 @@ FLOAT32 = Tuning(tile=16, stages=1)
 
 
 def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False, rank: int = 512, rope: int = 64) -> Tuning:
-    """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more."""
+    """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more warps.
+    Three stages if shared memory holds them."""
     if dtype is torch.float32:
         return FLOAT32
     if quantized:
         return Tuning(warps=8, stages=3)
-    if columns > 16:
-        return Tuning(warps=8)
-    tile = Tuning.tile
+    warps, tile = 8 if columns > 16 else 4, Tuning.tile
     rank, rope = (max(16, triton.next_power_of_2(size)) for size in (rank, rope))
     # Queries, weights of a tile, and its keys.
     used = 2 * (columns * (rank + rope) + tile * columns + 3 * tile * rank)
     if used + 2 * 3 * tile * rope < MAX_SHARED - 1024:
-        return Tuning(stages=3)
-    return Tuning(stages=3, rope_ahead=True) if used + 2 * tile * rope < MAX_SHARED - 1024 else Tuning()
+        return Tuning(warps=warps, stages=3)
+    fits = used + 2 * tile * rope < MAX_SHARED - 1024
+    return Tuning(warps=warps, stages=3, rope_ahead=True) if fits else Tuning(warps=warps)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:

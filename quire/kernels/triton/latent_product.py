@@ -360,7 +360,8 @@ def _launch(
         return
     full = w.dtype is torch.float32
     most = parts.out.shape[2] if parts is not None else 1
-    if (many or (tokens is None and units > MANY_UNITS)) and not full and most <= MAX_STATIC_PARTS:
+    many = many or tuning is not None or (tokens is None and units > MANY_UNITS)
+    if many and not full and most <= MAX_STATIC_PARTS:
         tuning = tuning or many_tuning(units, outputs, inputs, most)
         _many_kernel[(triton.cdiv(outputs, tuning.block_j), w.shape[0], triton.cdiv(units, tuning.block_u))](
             *arguments, units, BLOCK_U=tuning.block_u, BLOCK_J=tuning.block_j, BLOCK_K=tuning.block_k,
