@@ -288,11 +288,11 @@ def grouped_experts(
     rounding = w.rounding if isinstance(w, IntExpertWeights) else None
     if rounding is not None:
         x, flags["X_EACH"] = rounding.rounded(x, experts)
-    first = _in_weights_type(x, w, w.gate_up, block_m)
+    first = _in_weights_type(x, w, w.gate_up, config.small_m or block_m)
     multiply(first, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
     if rounding is not None:
         inner = rounding.rounded_inner(inner, tile_expert.repeat_interleave(block_m))
-    second = _in_weights_type(inner, w, w.down, block_m)
+    second = _in_weights_type(inner, w, w.down, config.small_m or block_m)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     multiply(second, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=device)
