@@ -1,10 +1,12 @@
 """Times of the kernels of latent attention on a GPU, by model shape: microseconds, and the share of its limit.
 
     python -m benchmarks.gpu.latent [--json FILE] [--shapes V2-Lite,V3] [--tune] [decode] [drafts] [prefix] [prompts]
+    python -m benchmarks.gpu.latent --quick
 
 The limit is that of reading what must be read once at 4.1 TB/s, or of computing at 800 TFLOP/s if that takes longer.
 Every figure is one layer's share of a CUDA graph of layers whose caches are together more than the L2 holds. `--tune`
-times each candidate of the decode kernel's tuning as well.
+times each candidate of the decode kernel's tuning as well. `--quick` times those of the decode kernel and of the
+products at 1 to 256 rows of V2-Lite, beside what is chosen now, after compiling all of them side by side.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from quire.attention.latent_triton import TritonLatentBackend
 from quire.kernels.triton.latent_decode import Tuning, latent_decode
 from quire.kernels.triton.latent_expand import latent_expand
 from quire.kernels.triton.latent_prefill import expanded_prefill
-from quire.kernels.triton.latent_product import into_latent, out_of_latent
+from quire.kernels.triton.latent_product import ManyTuning, into_latent, out_of_latent
+from quire.kernels.triton.precompile import collecting, compile_all
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # in Triton's interpreter: to try it, not to time
 BYTES_PER_US, FLOPS_PER_US = 4.1e6, 800e6
@@ -58,16 +61,42 @@ SHAPES = {
 }
 # Rows and the length of each: batch 1, `nano`, `t512_128`, `ctx6k`.
 DECODE = [(1, 200), (1, 2000), (1, 6000), (8, 1000), (16, 400), (32, 6000), (64, 1000), (256, 560)]
+QUICK_ROWS = (1, 16, 64, 128, 256)
+QUICK_KEYS = ((512, False), (1024, False), (560, True))  # of a row; or about so many
+DECODE_TUNINGS = [
+    Tuning(64, 4, 2),
+    *(Tuning(64, warps, 3, rope_ahead=True) for warps in (4, 8)),
+    *(Tuning(64, 4, 3, rope_ahead=True, min_keys=keys) for keys in (256, 1024)),
+    *(Tuning(32, 4, stages, 2) for stages in (2, 3)),
+    Tuning(32, 8, 3, 2),
+    Tuning(32, 4, 4),
+    Tuning(32, 4, 3, 2, min_keys=256),
+]
+INTO_TUNINGS = [ManyTuning(64, 128, 128), ManyTuning(64, 64, 128), ManyTuning(128, 64, 128), ManyTuning(32, 128, 128)]
+INTO_TUNINGS += [ManyTuning(64, 128, 128, warps=8), ManyTuning(64, 128, 64)]
+OUT_TUNINGS = [ManyTuning(16, 128), ManyTuning(32, 128), ManyTuning(32, 128, warps=8), ManyTuning(16, 128, stages=4)]
+OUT_TUNINGS += [ManyTuning(16, 64), ManyTuning(32, 64), ManyTuning(64, 64), ManyTuning(16, 128, 128)]
 PROMPTS = [(1, 512, 0), (16, 1024, 0), (4, 8192, 0), (1, 2048, 6000), (8, 64, 4096)]  # rows, new, cached
 
 
 class Batch:
-    """Rows of equal length, their pages in random places; a cache for each of several layers."""
+    """Rows of equal length, their pages in random places; a cache for each of several layers. `uneven`: rows of one new
+    token, of a quarter of the length to seven."""
 
-    def __init__(self, shape: Shape, rows: int, new: int, cached: int, drafts: bool = False, prefix: int = 0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        rows: int,
+        new: int,
+        cached: int,
+        drafts: bool = False,
+        prefix: int = 0,
+        uneven: bool = False,
+    ) -> None:
         self.shape, self.rows, self.new, self.length = shape, rows, new, new + cached
         self.tokens = rows * new
-        pages = -(-self.length // PAGE)
+        longest = self.length * 7 // 4 if uneven else self.length
+        pages = -(-longest // PAGE)
         size = (rows * pages + 1) * PAGE * shape.width
         layers = max(1, min(16, CACHED_BYTES // (2 * size))) if DEVICE.type == "cuda" else 1
         kind = {"device": DEVICE, "dtype": torch.bfloat16}
@@ -93,6 +122,10 @@ class Batch:
         self.backend = TritonLatentBackend(rows, torch.bfloat16)
         in_step = torch.arange(rows, **ints())
         lens = torch.full((rows,), self.length, **ints())
+        if uneven:
+            spread = torch.linspace(self.length / 4, longest, rows, device=DEVICE)
+            lens = spread[torch.randperm(rows, device=DEVICE)].int()
+        self.keys = int(lens.sum())
         if drafts:
             in_step = in_step.repeat_interleave(new)
             lens = (lens[:, None] - torch.arange(new - 1, -1, -1, **ints())).flatten()
@@ -211,6 +244,65 @@ def decode(report: Report, name: str, shape: Shape, tune: bool) -> None:
         decode_case(report, name, Batch(shape, rows, 1, length - 1), tune)
 
 
+def quick(report: Report, name: str, shape: Shape) -> None:
+    cases = [(rows, *keys) for rows in QUICK_ROWS for keys in QUICK_KEYS if rows >= 64 or not keys[1]]
+    cases = cases if DEVICE.type == "cuda" else [(70, 40, True)]
+    with collecting() as jobs:
+        for rows in sorted({rows for rows, _, _ in cases}):
+            for _, _, calls in candidates(Batch(shape, rows, 1, 99)):
+                calls[0]()
+    began = time.perf_counter()
+    compile_all(jobs)
+    print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for rows, length, uneven in cases:
+        batch = Batch(shape, rows, 1, length - 1, uneven=uneven)
+        case = f"{rows} of {'about ' * uneven}{length}"
+        best: dict[str, tuple[float, object]] = {}
+        now: dict[str, float] = {}
+        for what, tuning, calls in candidates(batch):
+            try:
+                us = timed(calls)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            fields = asdict(tuning) if tuning is not None else {}
+            report.lines.append({"shape": name, "kernel": what, "case": case, "us": us, "now": tuning is None} | fields)
+            if tuning is None:
+                now[what] = us
+            elif us < best.get(what, (float("inf"), None))[0]:
+                best[what] = us, tuning
+        for what, us in now.items():
+            other = "best {:7.1f} us: {}".format(*best[what]) if what in best else ""
+            print(f"{case:18} {what:14} now {us:7.1f} us, {other}", flush=True)
+        everything = timed(batch.attend())
+        limit = batch.keys * shape.width * 2 / BYTES_PER_US
+        report.lines.append(
+            {"shape": name, "kernel": "attend, all kernels", "case": case, "us": everything, "now": True}
+        )
+        print(f"{case:18} all kernels    now {everything:7.1f} us; reading keys takes {limit:.1f} us", flush=True)
+
+
+def candidates(batch: Batch) -> list[tuple[str, Tuning | ManyTuning | None, list[Callable[[], object]]]]:
+    """Kernel, tuning (None: what is chosen now), and its calls for several layers."""
+    found: list[tuple[str, Tuning | ManyTuning | None, list[Callable[[], object]]]] = []
+    many = batch.rows >= 16
+    for into in (None, *INTO_TUNINGS) if many else (None,):
+        found.append(
+            ("into latent", into, [partial(into_latent, batch.q_nope, w.w_uk, tuning=into) for w in batch.weights])
+        )
+    found += [("decode", tuning, batch.decode(tuning)) for tuning in (None, *DECODE_TUNINGS)]
+    parts = batch.decode()[0]()
+    out = torch.empty(batch.tokens, batch.shape.heads, batch.shape.v, device=DEVICE, dtype=torch.bfloat16)
+    for out_of in (None, *OUT_TUNINGS) if many else (None,):
+        found.append(
+            (
+                "out of latent",
+                out_of,
+                [partial(out_of_latent, parts, w.w_uv, out, tuning=out_of) for w in batch.weights],
+            )
+        )
+    return found
+
+
 def drafts(report: Report, name: str, shape: Shape, tune: bool) -> None:
     for rows, new, cached in [(1, 2, 2000), (1, 4, 2000), (32, 4, 1000)] if DEVICE.type == "cuda" else [(2, 2, 30)]:
         decode_case(report, name, Batch(shape, rows, new, cached, drafts=True), tune)
@@ -266,9 +358,15 @@ def main() -> None:
     parser.add_argument("--json", default=str(Path(os.environ.get("OUT", ".")) / "latent.json"))
     parser.add_argument("--shapes", default="V2-Lite,V3" if DEVICE.type == "cuda" else "tiny")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report()
+    if arguments.quick:
+        name = "V2-Lite" if DEVICE.type == "cuda" else "tiny"
+        quick(report, name, SHAPES[name])
+        Path(arguments.json).write_text(json.dumps(report.lines))
+        return
     for name in arguments.shapes.split(","):
         for section in arguments.sections or SECTIONS:
             SECTIONS[section](report, name, SHAPES[name], arguments.tune)

@@ -1,8 +1,9 @@
 """Times every candidate kernel of a mixture of experts, and prints the lines of quire/kernels/moe_table.py.
 
-    python -m benchmarks.gpu.moe [--json FILE] [--shape experts,chosen,hidden,intermediate] [--shared N]
+    python -m benchmarks.gpu.moe [--json FILE] [--shape experts,chosen,hidden,intermediate] [--shared N] [--quick]
 
 DeepSeek-V2-Lite is --shape 66,8,2048,1408 --shared 2, DeepSeek-V3 --shape 257,9,7168,2048 --shared 1 (in bfloat16).
+`--quick` is the former with 64, 128 and 256 rows, in less than a minute.
 
 Every figure is one layer's share (top-k, sort, products, sum; not the router's product) of a CUDA graph of layers. Each
 of them has rows of its own, so that few rows find their experts in memory and not in the cache.
@@ -32,13 +33,16 @@ from quire.kernels.moe_table import (
     Shape,
     SlabConfig,
     TileConfig,
+    choose,
     down_slabs,
     gate_up_slabs,
     tile_candidates,
     tile_heights,
+    two_heights,
 )
 
-QWEN3_30B = (128, 8, 2048, 768)
+QWEN3_30B, V2_LITE = (128, 8, 2048, 768), (66, 8, 2048, 1408)
+QUICK_ROWS = (64, 128, 256)
 MAX_FEW_ROWS = 32  # for which unsorted pairs are tried
 FUSED_ROWS = (1, 2, 4, 8, 16)
 PROFILED_ROWS = (1, 64, 256, 4096, 16384)
@@ -52,13 +56,15 @@ def few_candidates(shape: Shape) -> list[FewConfig]:
     return [FewConfig(slab, second[0]) for slab in first] + [FewConfig(first[0], slab) for slab in second[1:]]
 
 
-def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
+def grouped_candidates(rows: int, shape: Shape, shared: int = 0) -> list[GroupedConfig]:
+    """What is chosen now, and others."""
     found = []
-    for m in tile_heights(rows, shape):
-        first, second = tile_candidates(m, True), tile_candidates(m, False)
-        found += [GroupedConfig(m, tile, second[0]) for tile in first]
-        found += [GroupedConfig(m, first[0], tile) for tile in second[1:]]
-    return found
+    for m, small in [(m, 0) for m in tile_heights(rows, shape)] + two_heights(rows, shape, shared):
+        first, second = tile_candidates(m, True, small), tile_candidates(m, False, small)
+        found += [GroupedConfig(m, tile, second[0], small) for tile in first]
+        found += [GroupedConfig(m, first[0], tile, small) for tile in second[1:]]
+    now = choose(rows, shape)
+    return found if now in found or not isinstance(now, GroupedConfig) else [*found, now]
 
 
 class Layer:
@@ -118,11 +124,13 @@ def compile_some(shape: Shape, jobs: list[tuple[int, MoeConfig]]) -> int:
     return len(jobs)
 
 
-def compile_all(shape: Shape) -> int:
+def compile_all(shape: Shape, shared: int, counts: list[int]) -> int:
     """In parallel processes."""
-    jobs: dict[MoeConfig, tuple[int, MoeConfig]] = {c: (1, c) for c in few_candidates(shape)}
-    for rows in BUCKETS:
-        for config in grouped_candidates(rows, shape):
+    jobs: dict[MoeConfig, tuple[int, MoeConfig]] = {}
+    if min(counts) <= MAX_FEW_ROWS:
+        jobs |= {config: (1, config) for config in few_candidates(shape)}
+    for rows in counts:
+        for config in grouped_candidates(rows, shape, shared):
             jobs.setdefault(config, (16, config))
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
     todo = list(jobs.values())
@@ -132,22 +140,23 @@ def compile_all(shape: Shape) -> int:
 
 def best_of(tried: list[tuple[float, MoeConfig]], kind: type) -> list[MoeConfig]:
     """The best of each kernel's candidates together; for tiles, at each height."""
-    by_height: dict[int, list[tuple[float, Any]]] = defaultdict(list)
+    by_height: dict[tuple[int, int], list[tuple[float, Any]]] = defaultdict(list)
     for us, config in tried:
         if isinstance(config, kind):
-            by_height[getattr(config, "block_m", 0)].append((us, config))
+            by_height[getattr(config, "block_m", 0), getattr(config, "small_m", 0)].append((us, config))
     found: list[MoeConfig] = []
-    for height, some in by_height.items():
+    for (height, small), some in by_height.items():
         likely = some[0][1]
         first = min((t for t in some if t[1].down == likely.down), key=lambda t: t[0])[1].gate_up
         second = min((t for t in some if t[1].gate_up == likely.gate_up), key=lambda t: t[0])[1].down
-        found.append(GroupedConfig(height, first, second) if height else FewConfig(first, second))
+        found.append(GroupedConfig(height, first, second, small) if height else FewConfig(first, second))
     return found
 
 
 def measure(layer: Layer, rows: int) -> dict[str, Any]:
     _, top_k, hidden, width = layer.shape
-    candidates: list[MoeConfig] = [*grouped_candidates(rows, layer.shape)]
+    now = choose(rows, layer.shape)
+    candidates: list[MoeConfig] = [*grouped_candidates(rows, layer.shape, layer.routing.shared)]
     if rows <= MAX_FEW_ROWS:
         candidates = [*few_candidates(layer.shape), *candidates]
     guess = microseconds(layer.run(candidates[0]), layer.inputs(rows, 2))
@@ -184,6 +193,7 @@ def measure(layer: Layer, rows: int) -> dict[str, Any]:
         "gb_per_s": read / us / 1e3,
         "tflops": 6e-6 * rows * top_k * hidden * width / us,
         "best": line_of(best),
+        "now": next(((us, line_of(c)) for us, c in tried if c == now), None),
         "best_by_kind": {name: (t[0], line_of(t[1])) for name, t in by_kind.items() if t is not None},
         "key": [rows, *layer.shape],
         "worst_error": worst,
@@ -203,6 +213,7 @@ def line_of(config: Any) -> str:
         line_of(config.gate_up),
         line_of(config.down),
     ]
+    parts += [f"small_m={config.small_m}"] if isinstance(config, GroupedConfig) and config.small_m else []
     return f"{type(config).__name__}({', '.join(parts)})"
 
 
@@ -231,19 +242,27 @@ def main() -> None:
     parser.add_argument("--shape", default=",".join(map(str, QWEN3_30B)))
     parser.add_argument("--shared", type=int, default=0, help="experts that every row has, of those chosen")
     parser.add_argument("--rows", default=",".join(map(str, BUCKETS)))
+    parser.add_argument("--quick", action="store_true", help="DeepSeek-V2-Lite with 64, 128 and 256 rows")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.shape, arguments.shared = ",".join(map(str, V2_LITE)), 2
+        arguments.rows = ",".join(map(str, QUICK_ROWS))
+    counts = [int(rows) for rows in arguments.rows.split(",")]
     num_experts, top_k, hidden, width = map(int, arguments.shape.split(","))
     shape = (num_experts, top_k, hidden, width)
     out = Path(arguments.json)
     began = time.time()
-    print(f"{compile_all(shape)} configurations compiled in {time.time() - began:.0f} s", flush=True)
+    print(
+        f"{compile_all(shape, arguments.shared, counts)} configurations compiled in {time.time() - began:.0f} s",
+        flush=True,
+    )
     prepare_moe(DEVICE)
     layer = Layer(shape, arguments.shared)
     results: list[dict[str, Any]] = []
     fused: list[dict[str, Any]] = []
     profiles: dict[int, dict[str, float]] = {}
     print(f"{'rows':>6} {'us':>8} {'GB/s':>6} {'TFLOP/s':>7}  chosen (few > grouped, us)")
-    for rows in map(int, arguments.rows.split(",")):
+    for rows in counts:
         found = measure(layer, rows)
         best = found.pop("config")
         kinds = " > ".join(f"{us:.1f}" for us, _ in found["best_by_kind"].values())
@@ -252,6 +271,8 @@ def main() -> None:
             f"worst error {found['worst_error']:.4f})",
             flush=True,
         )
+        if found["now"] is not None:
+            print(f"{'':6} {found['now'][0]:8.1f} us with what is chosen now: {found['now'][1]}", flush=True)
         results.append(found)
         if rows in FUSED_ROWS:
             few = best if isinstance(best, FewConfig) else few_candidates(shape)[0]

@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 def few_programs(monkeypatch):
     """As many as on a GPU, most without work, would take the interpreter long."""
     monkeypatch.setattr(latent_decode, "MULTIPROCESSORS", 16)
-    monkeypatch.setattr(latent_decode, "MANY_MIN_TILES", 2)
+    monkeypatch.setattr(latent_decode, "MANY_MIN_KEYS", 32)
 
 
 @pytest.mark.parametrize("shape", ["small", "uneven"])
@@ -35,6 +35,13 @@ def test_rows_that_verify_drafts(queries):
 @pytest.mark.parametrize("prefix", [16, 64, 208])
 def test_a_shared_prefix(prefix):
     check_latent_attention("decode", "cpu", prefix=prefix, padding=2)
+
+
+@pytest.mark.parametrize("shape", ["small", "uneven"])
+def test_a_rotated_part_that_is_loaded_ahead(monkeypatch, shape):
+    monkeypatch.setattr(latent_decode, "FLOAT32", latent_decode.Tuning(tile=16, stages=1, rope_ahead=True))
+    check_latent_attention("decode", "cpu", shape=SHAPES[shape], padding=2)
+    check_latent_attention("decode", "cpu", shape=SHAPES[shape], queries=2, page_tokens=8)
 
 
 def test_more_rows_than_are_multiplied_at_once():

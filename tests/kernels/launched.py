@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_compile import HOPPER
 
@@ -57,6 +58,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> lis
             whole = isinstance(value, int) and not parameter.do_not_specialize
             if parameter.is_constexpr or value is None or (whole and value == 1):
                 signature[parameter.name], constants[i,] = "constexpr", True if parameter.name == "PDL" else value
+                continue
+            if isinstance(value, TensorDescriptor):
+                kind = TYPES[value.base.dtype].removeprefix("*")
+                signature[parameter.name] = f"tensordesc<{kind}{list(value.block_shape)}>"
                 continue
             plain = "fp32" if isinstance(value, float) else "i32"
             signature[parameter.name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else plain

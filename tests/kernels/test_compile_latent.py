@@ -2,6 +2,7 @@
 or with QUIRE_ALL_KERNELS=1 (make test-kernels) also in float32."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -71,12 +72,15 @@ def test_decode(heads, queries, kind, cache):
     types = {"q": kind, "q_rope": kind, "kv_cache": cache, "out": FLOAT}
     constants = LATENT | pages(cache == FP8) | {
         "H": heads, "HB": tile, "Q": queries, "M": columns, "CHUNK": 32 if kind == FLOAT else RANK,
-        "TILE": tuning.tile, "PREFIX": False, "DECODE_ONLY": True,
+        "TILE": tuning.tile, "ROPE_AHEAD": tuning.rope_ahead, "PREFIX": False, "DECODE_ONLY": True,
     }  # fmt: skip
     made = compiles(latent_decode._decode_kernel, types, constants, tuning.warps, tuning.stages)
     if cache == HALF:
         # A tile is copied to shared memory once, for both products.
         assert "wgmma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
+    if cache == HALF and columns == 16:
+        # The next tile is on its way while one is multiplied: not every copy has to have arrived.
+        assert re.search(r"cp\.async\.wait_group\s+(0x)?0*[1-9]", made.asm["ptx"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +141,28 @@ def test_products(kind):
         compiles(latent_product._gemv_kernel, types, constants | gemv, 4, 3)
         dot = {"BLOCK_U": 16, "BLOCK_J": 64, "BLOCK_K": 32 if full else chunk}
         compiles(latent_product._dot_kernel, types, constants | dot, 4, 1 if constants["PARTS"] else 3)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_products_of_many(monkeypatch, tmp_path, most):
+    """At 256 rows, in loads and stores of 16 bytes."""
+    q = torch.empty(256, 16, NOPE + ROPE, dtype=torch.bfloat16)[..., :NOPE]
+    w_uk, w_uv = (torch.empty(16, size, RANK, dtype=torch.bfloat16) for size in (NOPE, V))
+    parts = latent_product.Parts.empty(256, 16, most, RANK, q.device)
+
+    def multiply():
+        latent_product.into_latent(q, w_uk)
+        latent_product.out_of_latent(parts, w_uv, torch.empty(256, 16, V, dtype=torch.bfloat16))
+
+    kernels = launched(monkeypatch, multiply)
+    assert [one.name for one in kernels] == ["_many_kernel"] * 2
+    for one in kernels:
+        ptx = one.kernel.asm["ptx"]
+        assert one.fits and one.spilled_bytes(tmp_path) == 0 and "wgmma" in ptx
+        assert re.findall(r"st\.global\S*", ptx) and set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+    first, second = (one.kernel.asm["ptx"] for one in kernels)
+    assert first.index("ld.global.v4") < first.index("griddepcontrol.wait")
+    assert "cp.async.cg" in second and "cp.async.ca" not in second
 
 
 def test_write_and_plan():

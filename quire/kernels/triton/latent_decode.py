@@ -23,25 +23,38 @@ MIXED_SPLITS, MIXED_ROWS = 8, 64
 MULTIPROCESSORS = 132
 MIN_USE = 0.9  # of multiprocessors, for which keys are split further
 # Many rows are split so that those of uneven length end together, but not into parts that cost more than they save.
-MANY_WAVES, MANY_MIN_TILES = 4, 8
+MANY_WAVES, MANY_MIN_KEYS = 4, 512
+MAX_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
 class Tuning:
     tile: int = 64  # keys: the rows of a matrix instruction
     warps: int = 4
-    stages: int = 2
+    stages: int = 2  # of 3, one is loaded while one is multiplied; of 2, none
     per_multiprocessor: int = 1  # programs
+    rope_ahead: bool = False  # in registers, where shared memory would not hold another stage's
+    min_keys: int | None = None  # of a split of many rows; default: MANY_MIN_KEYS
 
 
 FLOAT32 = Tuning(tile=16, stages=1)
 
 
-def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False) -> Tuning:
-    """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more."""
+def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False, rank: int = 512, rope: int = 64) -> Tuning:
+    """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more warps.
+    Three stages if shared memory holds them."""
     if dtype is torch.float32:
         return FLOAT32
-    return Tuning(warps=8, stages=3) if quantized else Tuning(warps=8 if columns > 16 else 4)
+    if quantized:
+        return Tuning(warps=8, stages=3)
+    warps, tile = 8 if columns > 16 else 4, Tuning.tile
+    rank, rope = (max(16, triton.next_power_of_2(size)) for size in (rank, rope))
+    # Queries, weights of a tile, and its keys.
+    used = 2 * (columns * (rank + rope) + tile * columns + 3 * tile * rank)
+    if used + 2 * 3 * tile * rope < MAX_SHARED - 1024:
+        return Tuning(warps=warps, stages=3)
+    fits = used + 2 * tile * rope < MAX_SHARED - 1024
+    return Tuning(warps=warps, stages=3, rope_ahead=True) if fits else Tuning(warps=warps)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -54,11 +67,11 @@ def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int
 
 
 @cache
-def split_keys(programs: int, at_once: int) -> tuple[int, int]:
+def split_keys(programs: int, at_once: int, tiles: int) -> tuple[int, int]:
     """The most splits of the keys of each of so many programs, `at_once` of which run at the same time, and the fewest
-    tiles of a split. Few programs are split as often as uses most of these."""
+    tiles of a split: `tiles` if programs are many. Few programs are split as often as uses most of these."""
     if 2 * programs > at_once:
-        return min(MAX_SPLITS, -(-MANY_WAVES * at_once // programs)), MANY_MIN_TILES
+        return min(MAX_SPLITS, -(-MANY_WAVES * at_once // programs)), tiles
     use = [programs * n / (-(-programs * n // at_once) * at_once) for n in range(1, MAX_SPLITS + 1)]
     enough = [n for n, part in enumerate(use, 1) if part >= MIN_USE]
     return enough[0] if enough else 1 + use.index(max(use)), 1
@@ -100,11 +113,13 @@ def _decode_kernel(
     SCALE_PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
+    ROPE_AHEAD: tl.constexpr,
     PREFIX: tl.constexpr,  # whether there is a shared one
     DECODE_ONLY: tl.constexpr,  # every row has Q queries; otherwise those of one are attended to
     PDL: tl.constexpr,
 ):
-    split, i = tl.program_id(0), tl.program_id(2)
+    # Rows' first splits start first: later ones, which most rows do not have, end at once.
+    i, split = tl.program_id(0), tl.program_id(2)
     m = tl.arange(0, M)
     query, head = m // HB, tl.program_id(1) * HB + m % HB
     real = (query < Q) & (head < H)
@@ -143,16 +158,11 @@ def _decode_kernel(
     acc = tl.zeros([RP, M], tl.float32)
     max_score = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([TILE, M], tl.float32)
-    # Whole tiles that even the first query sees need no mask.
-    seen = tl.minimum(end, tl.load(seq_lens + i * Q))
-    masked_from = begin + (tl.maximum(seen - begin, 0) // TILE) * TILE
+    # All tiles are masked, though only the last need it: a loop of its own would start with nothing in flight.
     acc, max_score, total = latent_attend(
-        vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, masked_from, lengths, factor,
-        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, False,
-    )  # fmt: skip
-    acc, max_score, total = latent_attend(
-        vectors, turned, q_at, acc, max_score, total, kv_cache, pages, masked_from, end, lengths, factor,
+        vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, end, lengths, factor,
         token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
+        ROPE_AHEAD,
     )  # fmt: skip
     part = (unit.to(tl.int64) * H + head) * (prefix_splits + splits) + prefix_splits + split
     _store_part(out, sums, acc, max_score, total, part, real, RANK, RP)
@@ -254,9 +264,10 @@ def latent_decode(
     """
     units, num_heads, rank = q.shape
     heads, columns = tile_of_heads(num_heads, queries, q.dtype)
-    tuning = tuning or tuning_for(columns, q.dtype, scales is not None)
+    tuning = tuning or tuning_for(columns, q.dtype, scales is not None, rank, q_rope.shape[2])
     tiles, at_once = triton.cdiv(num_heads, heads), MULTIPROCESSORS * tuning.per_multiprocessor
-    splits, min_tiles = split_keys(units // queries * tiles, at_once)
+    min_keys = tuning.min_keys or MANY_MIN_KEYS
+    splits, min_tiles = split_keys(units // queries * tiles, at_once, max(1, min_keys // tuning.tile))
     if query_start is not None and units <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
     prefix_splits = 0
@@ -277,10 +288,11 @@ def latent_decode(
             q, q_rope, kv_cache, rows, *table, prefix_len, parts.out, parts.sums, units, M=width, TILE=chosen.tile,
             num_warps=chosen.warps, num_stages=chosen.stages, **shape,
         )  # fmt: skip
-    _decode_kernel[(splits, tiles, units // queries)](
+    _decode_kernel[(units // queries, tiles, splits)](
         q, q_rope, kv_cache, rows, query_start if query_start is not None else rows, seq_lens, *table,
         prefix_len if prefix_len is not None else rows, parts.out, parts.sums, parts.counts,
-        HB=heads, Q=queries, M=columns, TILE=tuning.tile, min_tiles=min_tiles, PREFIX=prefix_len is not None,
-        DECODE_ONLY=query_start is None, num_warps=tuning.warps, num_stages=tuning.stages, **shape,
+        HB=heads, Q=queries, M=columns, TILE=tuning.tile, ROPE_AHEAD=tuning.rope_ahead, min_tiles=min_tiles,
+        PREFIX=prefix_len is not None, DECODE_ONLY=query_start is None,
+        num_warps=tuning.warps, num_stages=tuning.stages, **shape,
     )  # fmt: skip
     return parts

@@ -1,7 +1,8 @@
 """Products of each head's vectors with its own weight: queries into the latent space, and results out of it.
 
 `gemv` has a token and head in each program and multiplies on the CUDA cores, for a few tokens. `dot` has 16 tokens of a
-head or more; the weight is the left operand there (see skinny_linear.py). Vectors that come out of attention are parts,
+head, `many` larger tiles, of which the next is loaded while one is multiplied; the weight is the left operand in both
+(see skinny_linear.py). Vectors that come out of attention are parts,
 one for each split of the keys, combined here in their order whichever program wrote them last.
 """
 
@@ -16,6 +17,28 @@ from quire.kernels.dispatch import early_launch
 
 MAX_GEMV_UNITS, MANY_UNITS = 8, 64
 PARTS_AT_ONCE = 16
+MAX_STATIC_PARTS = 8
+
+
+@dataclass(frozen=True)
+class ManyTuning:
+    """A program of many units: a tile of these by a tile of outputs."""
+
+    block_u: int
+    block_j: int
+    block_k: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+def many_tuning(units: int, outputs: int, inputs: int, most: int) -> ManyTuning:
+    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has all outputs
+    so that parts are read once, and so few units that there are as many programs as multiprocessors."""
+    size = max(16, triton.next_power_of_2(inputs))
+    if most == 1 and size <= 128:
+        return ManyTuning(64, min(128, max(64, triton.next_power_of_2(outputs))), size)
+    block_u = 16 if units < 256 else 32
+    return ManyTuning(block_u, min(128, max(64, triton.next_power_of_2(outputs))), min(64, size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,16 +203,112 @@ def _dot_kernel(
     tl.store(y + place_y, acc.to(y.dtype.element_ty), mask=(j < J)[:, None] & real[None, :])
 
 
+@triton.jit(do_not_specialize=["most", "units"])
+def _many_kernel(
+    x,
+    sums,
+    counts,
+    most,
+    w,
+    y,
+    tokens,
+    x_token,
+    x_head,
+    units,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    W_J: tl.constexpr,
+    W_K: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    MOST: tl.constexpr,  # power of two, at least `most`: all parts are asked for at once, ahead of their product
+    PARTS: tl.constexpr,
+    FROM_UNITS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    u = tl.program_id(2) * BLOCK_U + tl.arange(0, BLOCK_U)
+    head = tl.program_id(1)
+    j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
+    real = u < units
+    ONE_STEP: tl.constexpr = K <= BLOCK_K
+    w_rows = w + head.to(tl.int64) * (J * K) + j[:, None] * W_J
+    k = tl.arange(0, BLOCK_K)
+    if ONE_STEP:
+        # The weights are being loaded before the kernel that writes x has ended.
+        weight = tl.load(w_rows + k[None, :] * W_K, mask=(j < J)[:, None] & (k < K)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = u.to(tl.int64)
+    if MAPPED:
+        token = tl.load(tokens + u, mask=real, other=-1).to(tl.int64)
+        real = real & (token >= 0)
+        if tl.max(token, 0) < 0:
+            return
+    unit = u.to(tl.int64)
+    source = unit if FROM_UNITS else token
+    target = token if FROM_UNITS else unit
+    from_x = x + source * x_token + head * x_head
+    count = tl.zeros([BLOCK_U], tl.int32)
+    parts = tl.arange(0, MOST)
+    shares = tl.zeros([MOST, BLOCK_U], tl.float32)
+    if PARTS:
+        count = tl.load(counts + u, mask=real, other=0)
+        here = parts[:, None] < count[None, :]
+        place = ((unit * H + head) * most)[None, :] + parts[:, None]
+        part_max = tl.load(sums + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(sums + place * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
+        max_score = tl.max(part_max, 0)
+        shares = tl.math.exp2(part_max - tl.where(max_score == float("-inf"), 0.0, max_score)[None, :])
+        total = tl.sum(part_total * shares, 0)
+        shares /= tl.where(total > 0, total, 1.0)[None, :]
+        from_x = x + (unit * H + head) * most * K
+    acc = tl.zeros([BLOCK_J, BLOCK_U], tl.float32)
+    if ONE_STEP:
+        vectors = _vectors(from_x, k, count, parts, shares, real, K, BLOCK_U, MOST, PARTS, w.dtype.element_ty)
+        acc = tl.dot(weight, vectors, acc)
+    else:
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = start + tl.arange(0, BLOCK_K)
+            weight = tl.load(w_rows + k[None, :] * W_K, mask=(j < J)[:, None] & (k < K)[None, :], other=0.0)
+            vectors = _vectors(from_x, k, count, parts, shares, real, K, BLOCK_U, MOST, PARTS, w.dtype.element_ty)
+            acc = tl.dot(weight, vectors, acc)
+    place_y = (target * H + head)[None, :] * J + j[:, None]
+    tl.store(y + place_y, acc.to(y.dtype.element_ty), mask=(j < J)[:, None] & real[None, :])
+
+
+@triton.jit
+def _vectors(
+    from_x, k, count, parts, shares, real,
+    K: tl.constexpr, BLOCK_U: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_U]: columns `k` of the units' vectors, parts combined."""
+    inside = (k < K)[:, None]
+    if not PARTS:
+        return tl.load(from_x[None, :] + k[:, None], mask=inside & real[None, :], other=0.0)
+    total = tl.zeros([k.shape[0], BLOCK_U], tl.float32)
+    for part in tl.static_range(MOST):
+        share = tl.sum(tl.where(parts[:, None] == part, shares, 0.0), 0)
+        here = inside & (part < count)[None, :]
+        total += tl.load(from_x[None, :] + (part * K + k[:, None]), mask=here, other=0.0) * share[None, :]
+    return total.to(TYPE)
+
+
 def into_latent(
     q: torch.Tensor,  # [N, H, nope], with strides of its own
     w_uk: torch.Tensor,  # [H, nope, rank]
     tokens: torch.Tensor | None = None,  # [units]; None: unit i is token i
     many: bool = False,  # of the units are likely to have a token
+    tuning: ManyTuning | None = None,
 ) -> torch.Tensor:  # [units, H, rank]
     heads, nope, rank = w_uk.shape
     units = len(tokens) if tokens is not None else len(q)
     y = torch.empty(units, heads, rank, dtype=q.dtype, device=q.device)
-    _launch(q, None, w_uk, y, tokens, units, (rank, nope), (1, rank), False, many)
+    _launch(q, None, w_uk, y, tokens, units, (rank, nope), (1, rank), False, many, tuning)
     return y
 
 
@@ -199,11 +318,12 @@ def out_of_latent(
     out: torch.Tensor,  # [N, H, v]
     tokens: torch.Tensor | None = None,  # [units]; None: unit i is token i
     many: bool = False,  # of the units are likely to have a token
+    tuning: ManyTuning | None = None,
 ) -> None:
     _, v, rank = w_uv.shape
     parts = x if isinstance(x, Parts) else None
     vectors = x.out if isinstance(x, Parts) else x
-    _launch(vectors, parts, w_uv, out, tokens, len(vectors), (v, rank), (rank, 1), True, many)
+    _launch(vectors, parts, w_uv, out, tokens, len(vectors), (v, rank), (rank, 1), True, many, tuning)
 
 
 def _launch(
@@ -217,6 +337,7 @@ def _launch(
     strides: tuple[int, int],
     from_units: bool,
     many: bool,
+    tuning: ManyTuning | None,
 ) -> None:
     assert w.is_contiguous() and y.is_contiguous() and x.stride(-1) == 1
     outputs, inputs = sizes
@@ -238,12 +359,19 @@ def _launch(
         )
         return
     full = w.dtype is torch.float32
+    most = parts.out.shape[2] if parts is not None else 1
+    many = many or tuning is not None or (tokens is None and units > MANY_UNITS)
+    if many and not full and most <= MAX_STATIC_PARTS:
+        tuning = tuning or many_tuning(units, outputs, inputs, most)
+        _many_kernel[(triton.cdiv(outputs, tuning.block_j), w.shape[0], triton.cdiv(units, tuning.block_u))](
+            *arguments, units, BLOCK_U=tuning.block_u, BLOCK_J=tuning.block_j, BLOCK_K=tuning.block_k,
+            STAGES=tuning.stages, MOST=triton.next_power_of_2(most), num_warps=tuning.warps,
+            num_stages=tuning.stages, **shape,
+        )  # fmt: skip
+        return
     # Parts are combined for all columns at once: each step of a loop over them waits for memory.
     block_k = 32 if full else max(16, triton.next_power_of_2(inputs)) if parts is not None else 64
-    many = many or (tokens is None and units > MANY_UNITS)
-    block_u = 64 if many and not full and parts is None else 16
-    block_j = 2 * block_u if block_u == 64 else 64
-    _dot_kernel[(triton.cdiv(outputs, block_j), w.shape[0], triton.cdiv(units, block_u))](
-        *arguments, units, BLOCK_U=block_u, BLOCK_J=block_j, BLOCK_K=block_k,
+    _dot_kernel[(triton.cdiv(outputs, 64), w.shape[0], triton.cdiv(units, 16))](
+        *arguments, units, BLOCK_U=16, BLOCK_J=64, BLOCK_K=block_k,
         num_warps=4, num_stages=1 if parts is not None else 3, **shape,
     )  # fmt: skip
