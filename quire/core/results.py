@@ -112,6 +112,24 @@ class ResultReader:
         if output.num_found is not None:
             self._drafts.found(frame.rows[live], output.num_found[live])
         sampled = np.flatnonzero(live & frame.samples)
+        if len(sampled) or output.prompt_logprobs or frame.pooled is None:
+            result = self._read_tokens(frame, live, sampled, output, stale)
+        else:
+            result = AppliedStep(EngineCoreOutputs.ended([], FinishReason.NONE), stale)
+        if frame.pooled is not None:
+            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
+        return result
+
+    def _read_tokens(
+        self,
+        frame: Frame,
+        live: np.ndarray,
+        sampled: np.ndarray,
+        output: ModelRunnerOutput,
+        stale: Iterable[Request],
+    ) -> AppliedStep:
+        """Of the rows at places `sampled` of the plan."""
+        run = self._running
         rows = frame.rows[sampled]
         if frame.drafts is None:
             tokens = last = output.token_ids[sampled, 0]
@@ -153,8 +171,6 @@ class ResultReader:
         if len(missing):
             result.failed = list(run.requests[rows[missing]])
             fail_without_token(outputs, missing)
-        if frame.pooled is not None:
-            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
         return result
 
     def _read_pooled(
@@ -163,7 +179,7 @@ class ResultReader:
         """Requests at `places` of the plan end with their pooled vectors, as rows behind those that got tokens."""
         outputs, rows, first = result.outputs, rows[places], len(result.outputs.index)
         outputs.index = np.concatenate([outputs.index, self._running.index[rows]])
-        outputs.offsets = np.pad(outputs.offsets, (0, len(rows)), mode="edge")
+        outputs.offsets = np.concatenate([outputs.offsets, np.full(len(rows), outputs.offsets[-1])])
         outputs.finish = np.concatenate([outputs.finish, np.full(len(rows), STOP)])
         outputs.num_cached = np.concatenate([outputs.num_cached, self._running.num_cached[rows]])
         if outputs.num_drafts is not None:
