@@ -6,6 +6,7 @@ from contextlib import suppress
 import numpy as np
 
 PAGE_BYTES = 4096
+PART_BYTES = 2 << 20  # milliseconds, where pages are slow to come
 MOST = 1 << 30
 
 
@@ -14,8 +15,8 @@ class ReadyMemory:
     one thread."""
 
     def __init__(self) -> None:
-        self._wanted = 0
-        self._ready = np.empty(0, np.uint8)
+        self._wanted = self._touched = 0
+        self._ready = np.empty(0, np.uint8)  # the first `_touched` bytes of it
 
     def take(self, size: int) -> np.ndarray:
         ready, self._ready = self._ready, np.empty(0, np.uint8)
@@ -25,11 +26,14 @@ class ReadyMemory:
         """A file of about `size` comes next."""
         self._wanted = size
 
-    def prepare(self) -> None:
-        """Once for what is expected; what cannot be had is done without."""
+    def prepare(self) -> bool:
+        """Touch a part, once for what is expected. Whether there is more: a file that comes first need not wait for
+        that. What cannot be had is done without."""
         wanted, self._wanted = self._wanted, 0
         if not len(self._ready) and 0 < wanted <= MOST:
             with suppress(MemoryError):
-                ready = np.empty(int(1.02 * wanted), np.uint8)
-                ready[::PAGE_BYTES] = 0
-                self._ready = ready
+                self._ready, self._touched = np.empty(int(1.02 * wanted), np.uint8), 0
+        part = self._ready[self._touched : self._touched + PART_BYTES]
+        part[::PAGE_BYTES] = 0
+        self._touched += len(part)
+        return self._touched < len(self._ready)
