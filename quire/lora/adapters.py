@@ -25,6 +25,8 @@ from quire.messages.lora import AdapterNews, LoRARequest
 
 logger = logging.getLogger("quire")
 
+TOUCHING_THREADS = 4  # where steps do not compute on the same cores
+
 Key = tuple[str, ShardId]
 # This worker's part of an adapter's factors, in the type of the slots.
 HostFactors = dict[Key, tuple[torch.Tensor, torch.Tensor]]
@@ -77,7 +79,7 @@ class Adapters:
         self._tasks: Tasks = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = _staging(self._stream) if self._stream is not None else None
-        self._memory = ReadyMemory()
+        self._memory = ReadyMemory(1 if self._stream is None else TOUCHING_THREADS)
         self._asked: dict[int, float] = {}  # when adapters were that have no slot yet
         thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
         thread.start()

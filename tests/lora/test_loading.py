@@ -174,9 +174,10 @@ def test_memory_is_ready_for_files_as_large_as_the_last():
     assert [memory.take(size).base for size in (50_000, 98_000)] == [None, None]
 
 
-def test_a_file_that_comes_first_takes_memory_of_which_a_part_is_ready(monkeypatch):
-    monkeypatch.setattr(ready_memory, "PART_BYTES", 40_000)
-    memory = ReadyMemory()
+@pytest.mark.parametrize(("threads", "part"), [(1, 40_000), (2, 20_000), (4, 10_000)])
+def test_a_file_that_comes_first_takes_memory_of_which_a_part_is_ready(monkeypatch, threads, part):
+    monkeypatch.setattr(ready_memory, "PART_BYTES", part)
+    memory = ReadyMemory(threads)
     memory.expect(100_000)
     assert [memory.prepare() for _ in range(4)] == [True, True, False, False]
     assert memory.take(100_000).base is not None and not memory.prepare()
