@@ -112,24 +112,10 @@ class ResultReader:
         if output.num_found is not None:
             self._drafts.found(frame.rows[live], output.num_found[live])
         sampled = np.flatnonzero(live & frame.samples)
-        if len(sampled) or output.prompt_logprobs or frame.pooled is None:
-            result = self._read_tokens(frame, live, sampled, output, stale)
-        else:
+        if frame.pooled is not None and not len(sampled) and not output.prompt_logprobs:
             result = AppliedStep(EngineCoreOutputs.ended([], FinishReason.NONE), stale)
-        if frame.pooled is not None:
             self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
-        return result
-
-    def _read_tokens(
-        self,
-        frame: Frame,
-        live: np.ndarray,
-        sampled: np.ndarray,
-        output: ModelRunnerOutput,
-        stale: Iterable[Request],
-    ) -> AppliedStep:
-        """Of the rows at places `sampled` of the plan."""
-        run = self._running
+            return result
         rows = frame.rows[sampled]
         if frame.drafts is None:
             tokens = last = output.token_ids[sampled, 0]
@@ -171,6 +157,8 @@ class ResultReader:
         if len(missing):
             result.failed = list(run.requests[rows[missing]])
             fail_without_token(outputs, missing)
+        if frame.pooled is not None:
+            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
         return result
 
     def _read_pooled(
