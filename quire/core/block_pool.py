@@ -1,6 +1,7 @@
 """The KV cache's blocks: how many requests hold each, which are free, and which hold the content of a known prefix."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 BlockKey = tuple[bytes, int]  # (hash of the block and all before it, KV-cache group)
 
@@ -54,17 +55,22 @@ class BlockPool:
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Blocks with one owner each; what they held is evicted. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate() of more blocks than num_free"
-        blocks = []
+        blocks, head, cached = [], self._head, self._cached
         for _ in range(count):
-            block = self._head.next
+            block = head.next
             assert block is not None
             if block is self.blocks[-1]:
                 self._make_block(block)
-            self._unlink(block)
-            if block.key is not None:
+            right = block.next  # as _unlink
+            assert right is not None
+            head.next, right.prev = right, head
+            block.prev = block.next = None
+            key = block.key
+            if key is not None:
                 for listener in self.on_evict:
-                    listener(block.id, block.key)
-                self.unregister(block)
+                    listener(block.id, key)
+                del cached[key]
+                block.key = None
             block.ref = 1
             blocks.append(block)
         self.num_free -= count
@@ -72,18 +78,25 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more owner for each block; a free one is reused with its content."""
+        null, reused = self.null_block, 0
         for block in blocks:
-            if block is self.null_block:
+            if block is null:
                 continue
             if block.ref == 0:
-                self._unlink(block)
-                self.num_free -= 1
+                # As _unlink, whose call would cost as much: a long prefix has hundreds of blocks.
+                left, right = block.prev, block.next
+                assert left is not None and right is not None
+                left.next, right.prev = right, left
+                block.prev = block.next = None
+                reused += 1
             block.ref += 1
+        self.num_free -= reused
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One owner less for each block, in the order in which they should be evicted."""
+        null, tail, freed = self.null_block, self._tail, 0
         for block in blocks:
-            if block is self.null_block:
+            if block is null:
                 continue
             assert block.ref > 0, f"{block} freed twice"
             block.ref -= 1
@@ -91,13 +104,20 @@ class BlockPool:
                 # An uncached block has no content to keep: it is reused before any cached one.
                 if block.key is None:
                     self._link(self._head, block)
-                else:
-                    assert self._tail.prev is not None
-                    self._link(self._tail.prev, block)
-                self.num_free += 1
+                else:  # as _link
+                    last = tail.prev
+                    assert last is not None
+                    last.next = tail.prev = block
+                    block.prev, block.next = last, tail
+                freed += 1
+        self.num_free += freed
 
-    def num_free_after_touch(self, blocks: Sequence[KVCacheBlock]) -> int:
-        return self.num_free - sum(1 for b in blocks if b.ref == 0 and b is not self.null_block)
+    def has_room(self, count: int, touched: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Whether `count` blocks can be allocated once those `touched`, by group, have one more owner."""
+        spare = self.num_free - count
+        if spare >= sum(map(len, touched)):  # even if all of them are free now
+            return True
+        return spare >= sum(b.ref == 0 and b is not self.null_block for blocks in touched for b in blocks)
 
     def get(self, key: BlockKey) -> KVCacheBlock | None:
         return self._cached.get(key)
@@ -105,9 +125,7 @@ class BlockPool:
     def cached_prefix(self, hashes: Iterable[bytes], group: int) -> list[KVCacheBlock]:
         """The blocks with these hashes, up to the first that is not cached."""
         found: list[KVCacheBlock] = []
-        get = self._cached.get
-        for block_hash in hashes:
-            block = get((block_hash, group))
+        for block in map(self._cached.get, zip(hashes, repeat(group))):
             if block is None:
                 break
             found.append(block)

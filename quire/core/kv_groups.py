@@ -27,6 +27,7 @@ class FullAttentionGroup:
         self.block_size = spec.block_size
         self.pool = pool
         self._hashes_per_block = spec.block_size // hash_size
+        self._found: tuple[list[bytes], list[KVCacheBlock]] | None = None  # by the last `longest_hit`
 
     def cached_block(self, hashes: list[bytes], position: int) -> KVCacheBlock | None:
         """The block with the content of logical block `position`. A chained hash names it and all before it."""
@@ -34,12 +35,17 @@ class FullAttentionGroup:
 
     def longest_hit(self, hashes: list[bytes], num_tokens: int, alignment: int) -> int:
         """The most leading tokens, at most `num_tokens` and a multiple of `alignment`, that need not be computed."""
-        count = len(self._cached_prefix(hashes, num_tokens // self.block_size))
-        return count * self.block_size // alignment * alignment
+        blocks = self._cached_prefix(hashes, num_tokens // self.block_size)
+        self._found = hashes, blocks
+        return len(blocks) * self.block_size // alignment * alignment
 
     def hit_blocks(self, hashes: list[bytes], num_tokens: int) -> list[KVCacheBlock]:
-        """The blocks of a hit of `num_tokens`."""
-        return self._cached_prefix(hashes, num_tokens // self.block_size)
+        """The blocks of a hit of `num_tokens`, which `longest_hit` has just found."""
+        count = num_tokens // self.block_size
+        found, self._found = self._found, None
+        if found is not None and found[0] is hashes and count <= len(found[1]):
+            return found[1][:count]  # not looked up once more: a long prefix has hundreds
+        return self._cached_prefix(hashes, count)
 
     def _cached_prefix(self, hashes: list[bytes], limit: int) -> list[KVCacheBlock]:
         step = self._hashes_per_block

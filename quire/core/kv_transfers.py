@@ -60,10 +60,9 @@ class KVTransfers:
 
     def listen(self, pool: BlockPool) -> None:
         """Let connectors hear what happens to the pool's blocks."""
-        if self.connectors:
-            pool.on_evict.append(self.evict)
-        if any(connector.hears_registered for connector in self.connectors):
-            pool.on_register.append(self.register)
+        pool.on_evict += [_listener(connector.block_evicted) for connector in self.connectors]
+        hearing = [connector for connector in self.connectors if connector.hears_registered]
+        pool.on_register += [_listener(connector.block_registered) for connector in hearing]
 
     @property
     def pending(self) -> bool:
@@ -164,17 +163,6 @@ class KVTransfers:
             block_ids = request.block_ids()
             for connector in self.connectors:
                 _call(connector.request_preempted, request, block_ids)
-
-    def register(self, block_id: int, key: BlockKey) -> None:
-        """The block has its content once the plan that is being made, or one before it, has run."""
-        for connector in self.connectors:
-            if connector.hears_registered:
-                _call(connector.block_registered, block_id, *key)
-
-    def evict(self, block_id: int, key: BlockKey) -> None:
-        """The block is about to lose its content."""
-        for connector in self.connectors:
-            _call(connector.block_evicted, block_id, *key)
 
     def succeeded(self, plan: SchedulerOutput) -> None:
         for connector in self.connectors:
@@ -278,6 +266,18 @@ def _metadata(connector: SchedulerConnector, plan: SchedulerOutput) -> Connector
         return connector.build_connector_meta(plan)
     except Exception as error:
         return FailedMetadata(f"{type(error).__name__}: {error}")
+
+
+def _listener(method: Callable[[int, bytes, int], None]) -> Callable[[int, BlockKey], None]:
+    """As `_call`, with a call less: a long prompt registers and evicts hundreds of blocks."""
+
+    def listener(block_id: int, key: BlockKey) -> None:
+        try:
+            method(block_id, *key)
+        except Exception:
+            logger.exception("a KV connector failed")
+
+    return listener
 
 
 def _call(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -112,6 +112,10 @@ class ResultReader:
         if output.num_found is not None:
             self._drafts.found(frame.rows[live], output.num_found[live])
         sampled = np.flatnonzero(live & frame.samples)
+        if frame.pooled is not None and not len(sampled) and not output.prompt_logprobs:
+            result = AppliedStep(EngineCoreOutputs.ended([], FinishReason.NONE), stale)
+            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
+            return result
         rows = frame.rows[sampled]
         if frame.drafts is None:
             tokens = last = output.token_ids[sampled, 0]
@@ -163,7 +167,7 @@ class ResultReader:
         """Requests at `places` of the plan end with their pooled vectors, as rows behind those that got tokens."""
         outputs, rows, first = result.outputs, rows[places], len(result.outputs.index)
         outputs.index = np.concatenate([outputs.index, self._running.index[rows]])
-        outputs.offsets = np.pad(outputs.offsets, (0, len(rows)), mode="edge")
+        outputs.offsets = np.concatenate([outputs.offsets, np.full(len(rows), outputs.offsets[-1])])
         outputs.finish = np.concatenate([outputs.finish, np.full(len(rows), STOP)])
         outputs.num_cached = np.concatenate([outputs.num_cached, self._running.num_cached[rows]])
         if outputs.num_drafts is not None:

@@ -271,6 +271,8 @@ class Scheduler:
         request was preempted for lack of blocks."""
         run = self.running
         rows = run.order if self.num_stages == 1 else run.micro_batch(self.num_stages)
+        if not len(rows) and not self.num_drafts:
+            return rows, rows, None, False
         known = run.num_known(rows)
         computed = run.num_computed[rows]
         # Plans in flight may already sample a request's last token.

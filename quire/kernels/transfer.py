@@ -1,6 +1,7 @@
 """Copies of small arrays to the device, without waiting for it."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ def to_device(
         return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in flat]
     size = np.dtype(dtype).itemsize
     # Each begins at a multiple of 16 bytes: Triton would compile other kernels for unaligned pointers.
-    places = np.cumsum([0, *(aligned(len(array), size) for array in flat)])
-    staged = torch.empty(int(places[-1]), dtype=torch.int32 if size == 4 else torch.int64, pin_memory=True)
+    places = list(accumulate((aligned(len(array), size) for array in flat), initial=0))
+    staged = torch.empty(places[-1], dtype=torch.int32 if size == 4 else torch.int64, pin_memory=True)
     host = staged.numpy()
     for at, array in zip(places, flat, strict=False):
         host[at : at + len(array)] = array

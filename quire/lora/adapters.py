@@ -1,7 +1,9 @@
 """A worker's adapters: the layers that take one, those in host memory, and the copies in slots of the device."""
 
+import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -20,6 +22,10 @@ from quire.lora.ready_memory import ReadyMemory
 from quire.lora.staging import BUFFER_BYTES, Staging
 from quire.lora.state import LoRAState
 from quire.messages.lora import AdapterNews, LoRARequest
+
+logger = logging.getLogger("quire")
+
+TOUCHING_THREADS = 4  # where steps do not compute on the same cores
 
 Key = tuple[str, ShardId]
 # This worker's part of an adapter's factors, in the type of the slots.
@@ -73,7 +79,8 @@ class Adapters:
         self._tasks: Tasks = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = _staging(self._stream) if self._stream is not None else None
-        self._memory = ReadyMemory()
+        self._memory = ReadyMemory(1 if self._stream is None else TOUCHING_THREADS)
+        self._asked: dict[int, float] = {}  # when adapters were that have no slot yet
         thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
         thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)
@@ -95,6 +102,7 @@ class Adapters:
 
     def load(self, request: LoRARequest) -> None:
         """Read it into host memory, beside the steps."""
+        self._asked[request.lora_int_id] = time.perf_counter()
         self._tasks.put(lambda: self._tell(request.lora_int_id, lambda: self._load(request)))
 
     def place(self, lora_id: int, slot: int) -> None:
@@ -103,24 +111,37 @@ class Adapters:
         launched = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def copy() -> AdapterNews:
+            began = time.perf_counter()
             if self._stream is None or launched is None:
                 self._copy(lora_id, slot)
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(launched)
                     self._copy(lora_id, slot)
+                staged = time.perf_counter()
                 self._stream.synchronize()
+                told = (lora_id, 1e3 * (staged - began), _since(staged))
+                logger.debug("adapter %d: staged in %.1f ms, uploaded %.1f ms later", *told)
             return AdapterNews(lora_id, slot=slot)
 
         self._tasks.put(lambda: self._tell(lora_id, copy, slot))
-        self._tasks.put(self._memory.prepare)
+        self._tasks.put(self._prepare)
 
     def use(self, lora_id: int, slot: int) -> None:
         """Plans from here on may name it: its copy has ended."""
         self.state.take_slot(slot, lora_id)
+        if (asked := self._asked.pop(lora_id, None)) is not None:
+            logger.debug("adapter %d: in its slot %.1f ms after it was asked for", lora_id, _since(asked))
+
+    def _prepare(self) -> None:
+        """Memory for the next file, a part at a time behind all that waits."""
+        if self._memory.prepare():
+            self._tasks.put(self._prepare)
 
     def drop(self, lora_id: int) -> None:
         """Forget it in host memory."""
+
+        self._asked.pop(lora_id, None)
 
         def forget() -> None:
             self._host.pop(lora_id, None)
@@ -143,6 +164,7 @@ class Adapters:
             self._news.put(AdapterNews(lora_id, slot=slot, error=f"{type(error).__name__}: {error}"))
 
     def _load(self, request: LoRARequest) -> AdapterNews:
+        began = time.perf_counter()
         adapter = self._read(request.lora_path, self._full_shape, self._memory.take)
         if adapter.rank > self._max_rank:
             raise ValueError(
@@ -157,6 +179,9 @@ class Adapters:
         else:
             self._memory.expect(_memory(arrays))
         self._host[request.lora_int_id] = {key: (self._kept(a), self._kept(b)) for key, (a, b) in parts.items()}
+        asked = self._asked.get(request.lora_int_id, began)
+        told = (request.lora_int_id, _since(began), size / 1e6, 1e3 * (began - asked))
+        logger.debug("adapter %d: loaded in %.1f ms, %.0f MB, begun %.1f ms after it was asked for", *told)
         return AdapterNews(request.lora_int_id, adapter.content, size)
 
     def _copy(self, lora_id: int, slot: int) -> None:
@@ -195,6 +220,11 @@ def _staging(stream: torch.cuda.Stream) -> Staging:
     """Shared by all adapters: it takes long to page-lock memory, and kernels are launched only after."""
     buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     return Staging(buffers, lambda staged, out: out.copy_(staged, non_blocking=True), stream.record_event)
+
+
+def _since(began: float) -> float:
+    """Milliseconds."""
+    return 1e3 * (time.perf_counter() - began)
 
 
 def _memory(arrays: Iterable[np.ndarray]) -> int:

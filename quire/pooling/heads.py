@@ -69,7 +69,7 @@ class Heads:
             vectors = layer(vectors)
         if task in (EMBED, TOKEN_EMBED):
             # Shortened first: what is left is what has length 1.
-            vectors = vectors[:, :dimensions]
+            vectors = vectors if dimensions is None else vectors[:, :dimensions]
             return F.normalize(vectors, dim=1) if activation else vectors.contiguous()
         setup = self.setup
         if columns:

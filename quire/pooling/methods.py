@@ -104,6 +104,8 @@ class AllTokens:
 
 def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
     """A copy of these rows, in float32."""
+    if len(places) == 1:  # without places to copy to the device, which takes as long as all else that follows
+        return hidden[places[0] : places[0] + 1].to(torch.float32, copy=True)
     (where,) = to_device(hidden.device, places, dtype=np.int64)
     return hidden[where].float()
 

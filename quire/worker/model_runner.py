@@ -225,7 +225,7 @@ class ModelRunner:
         # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
             # A tensor to wait for, or the host would run ahead of prompts that pool without limit.
-            waited = () if step.rows is None else (step.rows[:1],)
+            waited = () if step.rows is None or step.pooled is not None else (step.rows[:1],)
             return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
         drafts, proposer = step.plan.num_drafts, self.proposer

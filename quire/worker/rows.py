@@ -10,6 +10,7 @@ from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends, NewRow
 
 MAX_ENTRIES = 2**31 - 1  # indices are int32
+LONG_PROMPT = 1024  # tokens
 
 
 def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -> int:
@@ -67,6 +68,30 @@ class RowState:
     def add(self, new_rows: list[NewRow]) -> None:
         if not new_rows:
             return
+        if self._clears_tables:
+            (rows,) = to_device(self.device, [new.row for new in new_rows], dtype=np.int64)
+            for table in self.block_tables:
+                table.index_fill_(0, rows, 0)  # the null block
+        if len(new_rows) == 1 or sum(len(new.token_ids) for new in new_rows) >= LONG_PROMPT * len(new_rows):
+            self._add_each(new_rows)
+        else:
+            self._add_at_once(new_rows)
+
+    def _add_each(self, new_rows: list[NewRow]) -> None:
+        """A few copies for each row: one alone, or rows so long that places of their tokens would cost more."""
+        parts: list[np.ndarray | Sequence[int]] = []
+        for new in new_rows:
+            parts += [(len(new.token_ids), new.num_computed, new.token_limit), new.token_ids]
+            parts += map(self._page_ids, self._pages, new.block_ids)
+        values = iter(to_device(self.device, *parts))
+        for new in new_rows:
+            self._counts[:, new.row] = next(values)
+            for table in (self.token_ids, *self.block_tables):
+                given = next(values)
+                table[new.row, : len(given)] = given
+
+    def _add_at_once(self, new_rows: list[NewRow]) -> None:
+        """As many operations for any number of rows."""
         width = self.token_ids.shape[1]
         rows = [new.row for new in new_rows]
         counts = np.array([(len(new.token_ids), new.num_computed, new.token_limit) for new in new_rows])
@@ -84,9 +109,6 @@ class RowState:
         rows_, counts_, token_at_, tokens_, block_at_, blocks_ = arrays
         self._counts.index_copy_(1, rows_, counts_.view(-1, 3).T)
         self.token_ids.view(-1).index_copy_(0, token_at_, tokens_.int())
-        if self._clears_tables:
-            for table in self.block_tables:
-                table.index_fill_(0, rows_, 0)  # the null block
         self._all_tables.index_copy_(0, block_at_, blocks_.int())
 
     @staticmethod

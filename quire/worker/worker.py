@@ -186,7 +186,13 @@ class Worker:
         if not self.model.cache_layers():  # texts are computed whole
             most = max(most, config.model.max_model_len or config.model.derived_max_model_len)
         names = self.model.adapted_names()
-        read = functools.partial(read_adapter, names=names, dtype=self.dtype, elsewhere=self.model.is_elsewhere)
+        read = functools.partial(
+            read_adapter,
+            names=names,
+            dtype=self.dtype,
+            elsewhere=self.model.is_elsewhere,
+            beside_steps=not self.platform.launches_async,
+        )
         return Adapters(
             self.model,
             read,

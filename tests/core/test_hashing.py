@@ -3,6 +3,7 @@ import pytest
 
 from quire.config import ModelConfig
 from quire.config.speculative import SpeculativeConfig
+from quire.core import hashing
 from quire.core.engine_core import kv_fingerprint
 from quire.core.hashing import BlockHasher, cache_root, make_digest
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
@@ -26,6 +27,22 @@ def test_only_full_blocks_are_hashed_and_growing_gives_the_same_chain():
     for count in range(101):
         hasher.extend(grown, TOKENS, count)
     assert grown == hashes()
+
+
+def test_prompts_that_repeat_others_get_the_hashes_of_one_that_was_never_seen(monkeypatch):
+    monkeypatch.setattr(hashing, "MAX_STRETCHES", 3)
+    size, draw = 4, np.random.default_rng(0)
+    hasher, first = BlockHasher(size, b"root"), draw.integers(0, 9, 2 * size * hashing.STRETCH + 30, np.int32)
+    for same in (0, 1, size * hashing.STRETCH, len(first) - 1, len(first), 7, len(first)):
+        prompt = np.concatenate([first[:same], draw.integers(0, 9, len(first) - same, np.int32)])
+        for extra in (b"", b"salt"):
+            grown: list[bytes] = []
+            for count in (50, len(prompt)):
+                hasher.extend(grown, prompt, count, extra)
+            whole: list[bytes] = []
+            hasher.extend(whole, prompt, len(prompt), extra)
+            assert grown == whole == hashes(prompt, len(prompt), extra, size=size)
+            assert len(hasher._stretches) <= 3
 
 
 def test_a_hash_covers_everything_before_it():

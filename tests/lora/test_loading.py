@@ -105,7 +105,7 @@ def test_the_content_is_that_of_the_file_whatever_the_threads(tmp_path, monkeypa
     given = tensors(torch.bfloat16)
     first = f"{MODULE.format(0)}.lora_A.weight"
     same = [read(save(tmp_path / "a", given))]
-    monkeypatch.setattr(peft, "_num_threads", lambda: 4)
+    monkeypatch.setattr(peft, "_num_threads", lambda beside_steps: 4)
     same.append(read(save(tmp_path / "copy", given)))
     assert len({adapter.content for adapter in same}) == 1
     assert all((same[0].factors[key][1] == same[1].factors[key][1]).all() for key in same[0].factors)
@@ -172,6 +172,19 @@ def test_memory_is_ready_for_files_as_large_as_the_last():
     memory.expect(98_000)
     memory.prepare()
     assert [memory.take(size).base for size in (50_000, 98_000)] == [None, None]
+
+
+@pytest.mark.parametrize(("threads", "part"), [(1, 40_000), (2, 20_000), (4, 10_000)])
+def test_a_file_that_comes_first_takes_memory_of_which_a_part_is_ready(monkeypatch, threads, part):
+    monkeypatch.setattr(ready_memory, "PART_BYTES", part)
+    memory = ReadyMemory(threads)
+    memory.expect(100_000)
+    assert [memory.prepare() for _ in range(4)] == [True, True, False, False]
+    assert memory.take(100_000).base is not None and not memory.prepare()
+    memory.expect(100_000)
+    assert memory.prepare()
+    assert memory.take(100_000).base is not None, "a part of it"
+    assert not memory.prepare(), "it is another's now"
 
 
 def test_memory_that_cannot_be_had_is_done_without(monkeypatch):

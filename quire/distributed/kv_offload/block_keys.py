@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import repeat
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 
@@ -45,10 +46,17 @@ class BlockKeys:
         """Blocks from `start` on that a request reads which goes on after `stop` tokens, both multiples of
         `alignment`, if it has those before `start`."""
         found: list[KeyedBlock] = []
+        for index, first, keys in self.needed_by_group(hashes, start, stop):
+            found += [(index, i, key) for i, key in enumerate(keys, first)]
+        return found
+
+    def needed_by_group(self, hashes: list[bytes], start: int, stop: int) -> list[tuple[int, int, list[BlockKey]]]:
+        """The same as group, first position, keys."""
+        found = []
         for group in self._groups:
-            index, first = group.index, max(group.first_needed(stop), start // group.block_size)
+            first = max(group.first_needed(stop), start // group.block_size)
             last_hashes = group.hashes_of(hashes, first, stop // group.block_size)
-            found += [(index, i, (last, index)) for i, last in enumerate(last_hashes, first)]
+            found.append((group.index, first, list(zip(last_hashes, repeat(group.index)))))
         return found
 
     def every(self, hashes: list[bytes], start: int, stop: int) -> list[BlockKey]:
@@ -77,7 +85,9 @@ class BlockKeys:
         size, first = group.block_size, start // group.block_size
         if group.window is None:
             position = first
-            while position < stop // size and held(group.key(hashes, position)):
+            for last in group.hashes_of(hashes, first, max(first, stop // size)):
+                if not held((last, group.index)):
+                    break
                 position += 1
             return self._aligned(position * size)
         position = stop // size

@@ -1,7 +1,7 @@
 """Which block a full tier gives up: the least recently used (lru), or by recency and frequency (arc)."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
 from quire.distributed.kv_offload.block_keys import BlockKey
@@ -10,16 +10,16 @@ Order = OrderedDict[BlockKey, None]  # the first is given up first
 
 
 class EvictionPolicy(Protocol):
-    """Knows the keys that a tier holds."""
+    """Knows the keys that a tier holds. A prefix has hundreds of them, which are used at once."""
 
     def add(self, key: BlockKey) -> None: ...
 
-    def use(self, key: BlockKey) -> None:
-        """It was hit. A key that is not held is ignored, here and below."""
+    def use(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """They were hit, in this order. Those that are not held are ignored, here and below; here they are told."""
         ...
 
-    def renew(self, key: BlockKey) -> None:
-        """It is given up after all that were added or renewed before, without having been hit."""
+    def renew(self, keys: Iterable[BlockKey]) -> None:
+        """They are given up after all that were added or renewed before, without having been hit."""
         ...
 
     def discard(self, key: BlockKey) -> None: ...
@@ -43,11 +43,17 @@ class LRU:
         self._order[key] = None
         self._order.move_to_end(key)
 
-    def use(self, key: BlockKey) -> None:
-        if key in self._order:
-            self._order.move_to_end(key)
+    def use(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        missing, to_end = [], self._order.move_to_end
+        for key in keys:
+            try:
+                to_end(key)
+            except KeyError:
+                missing.append(key)
+        return missing
 
-    renew = use
+    def renew(self, keys: Iterable[BlockKey]) -> None:
+        self.use(keys)
 
     def discard(self, key: BlockKey) -> None:
         self._order.pop(key, None)
@@ -88,17 +94,25 @@ class ARC:
             self._once[key] = None
         self._forget()
 
-    def use(self, key: BlockKey) -> None:
-        if key in self._once:
-            del self._once[key]
-            self._again[key] = None
-        elif key in self._again:
-            self._again.move_to_end(key)
+    def use(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        missing, once, again = [], self._once, self._again
+        for key in keys:
+            if key in again:
+                again.move_to_end(key)
+            elif key in once:
+                del once[key]
+                again[key] = None
+            else:
+                missing.append(key)
+        return missing
 
-    def renew(self, key: BlockKey) -> None:
-        for order in (self._once, self._again):
-            if key in order:
-                order.move_to_end(key)
+    def renew(self, keys: Iterable[BlockKey]) -> None:
+        once, again = self._once, self._again
+        for key in keys:
+            if key in again:
+                again.move_to_end(key)
+            elif key in once:
+                once.move_to_end(key)
 
     def discard(self, key: BlockKey) -> None:
         self._once.pop(key, None)

@@ -1,6 +1,6 @@
 """Which slot of a tier's memory holds which block's content."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.distributed.kv_offload.block_keys import BlockKey
 from quire.distributed.kv_offload.eviction import EvictionPolicy
@@ -52,36 +52,42 @@ class SlotIndex:
         self._writing.update(zip(keys, slots, strict=False))
         return slots
 
-    def written(self, key: BlockKey, slot: int) -> None:
-        if self._writing.get(key) == slot:
-            del self._writing[key]
-            self._held[key] = slot
-            self._policy.add(key)
-        else:
-            self._release(slot)
+    def written(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        writing, held, add = self._writing, self._held, self._policy.add
+        for key, slot in zip(keys, slots, strict=True):
+            if writing.get(key) == slot:
+                del writing[key]
+                held[key] = slot
+                add(key)
+            else:
+                self._release(slot)
 
-    def read(self, key: BlockKey) -> int:
-        """The slot of a held key, which keeps its content until `done_reading`."""
-        self._readers[key] = self._readers.get(key, 0) + 1
-        self._policy.use(key)
-        return self._held[key]
+    def read(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The slots of held keys, which keep their content until `done_reading`; the first is used last."""
+        held, readers = self._held, self._readers
+        slots = [held[key] for key in keys]
+        for key in keys:
+            readers[key] = readers.get(key, 0) + 1
+        self._policy.use(reversed(keys))
+        return slots
 
-    def done_reading(self, key: BlockKey, slot: int) -> None:
-        if self._held.get(key) != slot:
-            self._release(slot)
-            return
-        self._readers[key] -= 1
-        if not self._readers[key]:
-            del self._readers[key]
+    def done_reading(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        held, readers = self._held, self._readers
+        for key, slot in zip(keys, slots, strict=True):
+            if held.get(key) != slot:
+                self._release(slot)
+            elif readers[key] == 1:
+                del readers[key]
+            else:
+                readers[key] -= 1
 
-    def use(self, key: BlockKey) -> bool:
-        """It was hit, though on the device. False if it is not here."""
-        self._policy.use(key)
-        return key in self._held or key in self._writing
+    def use(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """They were hit, though on the device, in this order. Those that are not here."""
+        return [key for key in self._policy.use(keys) if key not in self._writing]
 
-    def renew(self, key: BlockKey) -> None:
-        """Let it stay longer than those renewed before."""
-        self._policy.renew(key)
+    def renew(self, keys: Iterable[BlockKey]) -> None:
+        """Let them stay longer than those renewed before."""
+        self._policy.renew(keys)
 
     def clear(self) -> None:
         """Drop all content. Slots that are being read or written are free when that has ended."""

@@ -92,20 +92,23 @@ class TierScheduler(KVConnector):
         stats.hits += num_external
         stats.restored += num_external if request.num_cached >= 0 else 0
         # A prefix is as useful as its first blocks: the last ones are given up first.
-        for group, position, key in reversed(self._keys.needed(hashes, 0, start)):
-            if not self.index.use(key):  # given up here while it was used there
-                self.queue.add(block_ids[group][position], key)
-        needed = self._keys.needed(hashes, start, stop)
-        if needed:
-            slots = [self.index.read(key) for _, _, key in reversed(needed)][::-1]
-            blocks = [block_ids[group][position] for group, position, _ in needed]
-            job = self._start([key for _, _, key in needed], blocks, slots, request_id)
-            self._meta.loads.append(job)
+        for group, first, keys in reversed(self._keys.needed_by_group(hashes, 0, start)):
+            if missing := self.index.use(reversed(keys)):  # given up here while it was used there
+                block_of = dict(zip(keys, block_ids[group][first:], strict=False))
+                for key in missing:
+                    self.queue.add(block_of[key], key)
+        loaded: list[BlockKey] = []
+        blocks: list[int] = []
+        for group, first, keys in self._keys.needed_by_group(hashes, start, stop):
+            loaded += keys
+            blocks += block_ids[group][first : first + len(keys)]
+        if loaded:
+            self._meta.loads.append(self._start(loaded, blocks, self.index.read(loaded), request_id))
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:
         end = len(request.block_hashes) * self._keys.hash_size // self._keys.alignment * self._keys.alignment
-        for _, _, key in reversed(self._keys.needed(request.block_hashes, 0, end)):
-            self.index.renew(key)
+        for _, _, keys in reversed(self._keys.needed_by_group(request.block_hashes, 0, end)):
+            self.index.renew(reversed(keys))
         return False
 
     # Blocks
@@ -174,8 +177,7 @@ class TierScheduler(KVConnector):
         if self.asynchronous:
             self._saving.update(dict.fromkeys(job.blocks.tolist(), job.number))
         else:
-            for key, slot in zip(keys, slots, strict=True):
-                self.index.written(key, slot)
+            self.index.written(keys, slots)
 
     def _drop(self, reason: str, count: int) -> None:
         dropped = self._stats.dropped_blocks
@@ -195,11 +197,10 @@ class TierScheduler(KVConnector):
         slots = copies.job.slots.tolist()
         if copies.job.request_id is not None:
             self._stats.loaded_blocks += len(slots)
-            for key, slot in zip(copies.keys, slots, strict=True):
-                self.index.done_reading(key, slot)
+            self.index.done_reading(copies.keys, slots)
         elif self.asynchronous:
-            for key, slot, block in zip(copies.keys, slots, copies.job.blocks.tolist(), strict=True):
-                self.index.written(key, slot)
+            self.index.written(copies.keys, slots)
+            for block in copies.job.blocks.tolist():
                 if self._saving.get(block) == number:
                     del self._saving[block]
 

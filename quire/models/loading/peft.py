@@ -3,8 +3,10 @@
 import functools
 import hashlib
 import itertools
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from quire.lora.factors import INFINITY, Adapter, Factors, FullShape, NewMemory,
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import WeightNames
 from quire.platforms.cpu_cores import usable_cores
+
+logger = logging.getLogger("quire")
 
 CONFIG, SAFETENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # What would change results and is not computed here, with the values that ask for nothing.
@@ -58,7 +62,8 @@ _EXPERTS = re.compile(r"(?:[\w.]{1,64}\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?expe
 Array = np.ndarray
 PREFIX = "base_model.model."
 BATCH = 32  # modules that a thread takes at once
-MAX_THREADS, CORES_PER_THREAD = 4, 4
+# Threads at most, and cores for each: few where steps compute on the same cores.
+THREADS, THREADS_BESIDE_STEPS = (8, 2), (4, 4)
 
 
 @dataclass(frozen=True)
@@ -129,16 +134,18 @@ def read_adapter(
     names: WeightNames,
     dtype: torch.dtype,
     elsewhere: Callable[[str], bool] = lambda name: False,
+    beside_steps: bool = True,
 ) -> Adapter:
     """`memory`: for its file. `names`: of the base model's checkpoint. `dtype`: of the slots. `elsewhere`: whether
-    another worker has what a tensor of it is for."""
+    another worker has what a tensor of it is for. `beside_steps`: which compute on the same cores."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
-    digest = hashlib.sha256()
+    digest, began, threads = hashlib.sha256(), time.perf_counter(), _num_threads(beside_steps)
     config = PeftConfig.read(folder, digest)
-    with pool_of(_num_threads(), "quire-adapter") as pool:
+    with pool_of(threads, "quire-adapter") as pool:
         tensors, hashes = _tensors(folder, pool, memory)
+        hashed = time.perf_counter()
         for tensor in tensors:
             digest.update(f"\0{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         digest.update(b"".join(hashes))
@@ -164,13 +171,15 @@ def read_adapter(
             if key in factors:
                 raise ValueError(f"{path}: {module} is a layer that another of its modules is too")
             factors[key] = own
+    told = (path, 1e3 * (hashed - began), 1e3 * (time.perf_counter() - hashed), threads)
+    logger.debug("%s: read and hashed in %.1f ms, checked in %.1f ms, by %d threads", *told)
     return Adapter(factors, digest.digest())
 
 
 @functools.cache
-def _num_threads() -> int:
-    """Few: steps run meanwhile."""
-    return min(MAX_THREADS, usable_cores() // CORES_PER_THREAD)
+def _num_threads(beside_steps: bool) -> int:
+    most, cores = THREADS_BESIDE_STEPS if beside_steps else THREADS
+    return min(most, usable_cores() // cores)
 
 
 def _pairs(path: str, tensors: Sequence[Stored]) -> tuple[dict[str, dict[str, Stored]], dict[str, tuple[int, ...]]]:
@@ -312,8 +321,9 @@ def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, s
 def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stored], list[bytes]]:
     """And hashes of all that is stored."""
     if (folder / SAFETENSORS).is_file():
-        entries = read_entries(folder / SAFETENSORS)
+        listed = pool.submit(read_entries, folder / SAFETENSORS)  # hundreds of names, read beside the rest
         data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
+        entries = listed.result()
         # The header may be of before a trainer saved anew: what is hashed is what tensors are taken from where.
         hashes.append(hashlib.sha256(str([(entry.start, entry.stop) for entry in entries]).encode()).digest())
         types = [getattr(torch, DTYPES[entry.dtype][0]) for entry in entries]
