@@ -24,8 +24,26 @@ HOPPER = GPUTarget("cuda", 90, 32)
 FP8, INT8, HALF, FLOAT, INT = "*fp8e4nv", "*i8", "*bf16", "*fp32", "*i32"
 BLOCKS, NONE = {"GROUP_N": 128, "GROUP_K": 128}, {"GROUP_N": 0, "GROUP_K": 0}
 NO_EXTRAS = {"HAS_BIAS": False, "HAS_RESIDUAL": False, "bias": None, "residual": None}
-NO_TERMS = {"inner": None, "slots": None, "b": None, "SPLITS": 0, "RANKS": 16, "RANKS_ONCE": True, "ONE_PART": True}
-SIZES = ("rows", "splits", "width", "rank", "second", "third", "K", "N", "M", "H", "D", "x_stride", "x_scale_stride")
+NO_TERMS = dict.fromkeys(("slots", "lora_step", "ranks", "a", "b", "inner", "terms")) | {
+    "SPLITS": 0, "SPLIT_INPUTS": 0, "SPLIT_RANKS": 0, "SPLITS_EVEN": 0, "RANKS": 0, "OUTPUTS": 0
+}  # fmt: skip
+SIZES = (
+    "rows",
+    "shrinks",
+    "expands",
+    "splits",
+    "width",
+    "rank",
+    "second",
+    "third",
+    "K",
+    "N",
+    "M",
+    "H",
+    "D",
+    "x_stride",
+    "x_scale_stride",
+)
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object], warps: int = 4, stages: int = 3):
