@@ -1,13 +1,12 @@
 """Times of the attention kernels on a GPU by shape and tuning: microseconds, and TB/s or TFLOP/s.
 
-python3 benchmarks/gpu/attention.py [decode] [write] [uneven] [prefill] [prefix]
+python3 benchmarks/gpu/attention.py [decode] [uneven] [prefill] [prefix]
 """
 
 import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.triton import TritonBackend
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
-from quire.kernels.rope_and_write import rope_and_write
-from quire.kernels.triton.paged_decode import DecodeWorkspace, NewTokens, Tuning, paged_decode
+from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill
 
 DEVICE = torch.device("cuda")
@@ -85,32 +83,6 @@ def decode() -> None:
             print(f"{rows:4} {length:5} {heads}/{kv_heads} | {how} | {us:7.1f} | {batch.bytes / us / 1e6:.2f}")
 
 
-def in_two(given: tuple[Any, ...], out: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, args: Any) -> None:
-    paged_decode(rope_and_write(*given, cache, slots), out, cache, *args)
-
-
-def write() -> None:
-    """In one launch with the write of the step's keys and values, and in two."""
-    print("decode and write: rows, context, heads/kv | us in one launch | us in two")
-    angles = torch.randn(4096, HEAD, device=DEVICE)
-    for rows, length in [(1, 150), (1, 2000), (8, 600), (32, 600), (64, 600), (128, 600), (256, 600)]:
-        for heads, norm in ((16, True), (32, False)):
-            batch = Batch(rows, length, heads, 8)
-            last = batch.lens - 1
-            slots = batch.table[:, (length - 1) // BLOCK].long() * BLOCK + (length - 1) % BLOCK
-            qkv = torch.randn(rows, (heads + 16) * HEAD, device=DEVICE, dtype=torch.bfloat16)
-            gain = torch.ones(HEAD, device=DEVICE, dtype=torch.bfloat16)
-            norms = (gain, gain, 1e-6) if norm else None
-            args = (batch.rows, None, batch.lens, batch.table, batch.space, FEATURES)
-            new = NewTokens(norms, angles, last, slots)
-
-            one = [partial(paged_decode, qkv, batch.out, cache, *args, new=new) for cache in batch.caches]
-            written = (qkv, heads, norms, angles, last)
-            two = [partial(in_two, written, batch.out, cache, slots, args) for cache in batch.caches]
-            times = [timed(calls * max(1, 16 // len(calls))) for calls in (one, two)]
-            print(f"{rows:4} {length:5} {heads}/8 | {times[0]:7.1f} | {times[1]:7.1f}", flush=True)
-
-
 def uneven() -> None:
     print("decode, 256 rows of 100 to 2000 keys: us | TB/s")
     batch = Batch(256, 2000, 16, 8)
@@ -162,4 +134,4 @@ def prefill() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for name in sys.argv[1:] or ("decode", "prefix", "prefill"):
-        {"decode": decode, "write": write, "uneven": uneven, "prefix": prefix, "prefill": prefill}[name]()
+        {"decode": decode, "uneven": uneven, "prefix": prefix, "prefill": prefill}[name]()

@@ -140,18 +140,3 @@ class AttentionBackend(CacheBackend):
     ) -> torch.Tensor:  # [N, heads, head_size]
         """Over the pages of each row, this step's own keys among them."""
         raise NotImplementedError
-
-    def write_and_attend(
-        self,
-        qkv: torch.Tensor,
-        num_heads: int,
-        qk_norm: QKNormParams | None,
-        angles: Angles | None,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        metadata: Any,
-        features: AttentionFeatures,
-    ) -> torch.Tensor:  # [N, heads, head_size]
-        """The one after the other, or at once."""
-        q = self.write(qkv, num_heads, qk_norm, angles, kv_cache, slot_mapping, metadata, features.kv_scales)
-        return self.attend(q, kv_cache, metadata, features)

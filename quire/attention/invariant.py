@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.attention.base import AttentionBackend
 from quire.attention.triton import TritonBackend, TritonMetadata
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.triton.invariant_attention import PartsWorkspace, invariant_attention, queries_per_block
@@ -32,8 +31,6 @@ class InvariantBackend(TritonBackend):
         if step.has_decode_rows:
             invariant_attention(q, out, kv_cache, None, *batch)
         return out
-
-    write_and_attend = AttentionBackend.write_and_attend
 
     def reset_workspace(self) -> None:
         self.parts.reset()

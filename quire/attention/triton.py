@@ -10,7 +10,7 @@ from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepIn
 from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams, rope_and_write
-from quire.kernels.triton.paged_decode import DecodeWorkspace, NewTokens, paged_decode
+from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
 from quire.messages.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from quire.platforms.base import Platform
@@ -93,31 +93,6 @@ class TritonBackend(AttentionBackend):
                 q, out, kv_cache, step.rows, None if step.decode_only else step.query_start, step.seq_lens, table,
                 self.workspace, features, prefix_len=step.prefix_len if features.window is None else None,
             )  # fmt: skip
-        return out
-
-    def write_and_attend(
-        self,
-        qkv: torch.Tensor,
-        num_heads: int,
-        qk_norm: QKNormParams | None,
-        angles: Angles | None,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        metadata: TritonMetadata,
-        features: AttentionFeatures,
-    ) -> torch.Tensor:
-        step = metadata.step
-        prefix = step.prefix_len is not None and features.window is None
-        if not step.decode_only or prefix or features.kv_scales is not None or kv_cache.dtype is not qkv.dtype:
-            return super().write_and_attend(
-                qkv, num_heads, qk_norm, angles, kv_cache, slot_mapping, metadata, features
-            )  # fmt: skip
-        table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
-        new = NewTokens(qk_norm, table, positions, slot_mapping)
-        out = torch.empty(len(qkv), num_heads, kv_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
-        paged_decode(
-            qkv, out, kv_cache, step.rows, None, step.seq_lens, metadata.block_table, self.workspace, features, new=new
-        )  # fmt: skip
         return out
 
     def reset_workspace(self) -> None:

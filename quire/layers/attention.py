@@ -93,11 +93,7 @@ class Attention(CacheLayer):
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
         """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; norm, then rotary embedding, of queries and keys."""
-        if ctx.layer_hooks is not None:
-            return self.attend(self.write(qkv, ctx, angles, qk_norm), ctx)
-        slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        given = (qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata, self.features)
-        return self.backend.write_and_attend(*given).view(len(qkv), -1)
+        return self.attend(self.write(qkv, ctx, angles, qk_norm), ctx)
 
     def write(
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None, qk_norm: QKNormParams | None

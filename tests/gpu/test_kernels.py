@@ -12,9 +12,9 @@ pytestmark = [
 
 if torch.cuda.is_available():
     from tests.kernels import kernel_cases as cases
-    from tests.kernels.kernel_cases import MIXES, WRITES
+    from tests.kernels.kernel_cases import MIXES
 else:
-    MIXES = WRITES = {}
+    MIXES = {}
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -69,12 +69,6 @@ def test_any_number_of_rows(rows, heads, kv_heads, head_size):
 def test_layers_of_several_shapes_share_a_backend(mix, dtype, heads, kv_heads, head_size):
     others = tuple(cases.AttentionShape(*shape) for shape in ((8, 8, 64), (32, 4, 128), (16, 16, 128)))
     cases.check_attention(mix, "cuda", dtype, heads, kv_heads, head_size, other_layers=others)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", WRITES)
-def test_decode_that_writes(case, dtype):
-    cases.check_decode_that_writes("cuda", dtype, None, case)
 
 
 def test_more_blocks_of_queries_than_a_dimension_of_a_launch():

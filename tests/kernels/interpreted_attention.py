@@ -8,10 +8,8 @@ from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning
 from tests.attention.mixes import FEATURES
 from tests.kernels.kernel_cases import (
     MIXES,
-    WRITES,
     check_activations,
     check_attention,
-    check_decode_that_writes,
     check_layer_norms,
     check_norms,
     check_prepare_inputs,
@@ -96,12 +94,6 @@ def test_splits_of_any_size(min_tiles, programs):
 
 def test_splits_with_features():
     check_split_decode("cpu", torch.float32, Tuning(32, programs=40), "all")
-
-
-@pytest.mark.parametrize("case", WRITES)
-@pytest.mark.parametrize("two_loops", [False, True])
-def test_decode_that_writes(case, two_loops):
-    check_decode_that_writes("cpu", torch.float32, Tuning(32, two_loops=two_loops, programs=40), case)
 
 
 @pytest.mark.parametrize("width", [64, 576])

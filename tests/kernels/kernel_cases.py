@@ -20,7 +20,7 @@ from quire.kernels.triton import prepare_inputs as prepare_kernel
 from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
-from quire.kernels.triton.paged_decode import DecodeWorkspace, NewTokens, Tuning, paged_decode
+from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 from tests.attention.mixes import filled_cache, make_features, scaled_cache
 
 MIXES = {
@@ -218,45 +218,6 @@ def check_prepare_inputs(device: str, decode_only: bool) -> None:
         assert ids[5:].tolist() == positions[5:].tolist() == seq_lens[5:].tolist() == [0, 0, 0]
         assert all(int(s[5:].max()) < size for s, size in zip(slots, (16, 32), strict=True))
         assert torch.equal(states[1][rows.long()], before[rows.long()] + 1)
-
-
-WRITES = {  # head's size, rotary part of it, norms, window, features
-    "norms": (16, 16, True, None, ""),
-    "part of a head": (24, 8, True, None, ""),
-    "no positions": (16, 0, False, None, ""),
-    "window": (16, 16, False, 33, ""),
-    "features": (16, 16, False, None, "all"),
-}
-
-
-def check_decode_that_writes(device: str, dtype: torch.dtype, tuning: Tuning | None, case: str) -> None:
-    """One launch leaves the same cache, and the same output, as a write before it; beside a row of padding."""
-    size, rotary, normed, window, features = WRITES[case]
-    lens = torch.tensor([1, 40, 200, 330, 129, 16, 17, 0], dtype=torch.int32)
-    pages = [-(-int(n) // 16) for n in lens]
-    cache = torch.randn(sum(pages) + 1, 2, 2, 16, size).to(device, dtype)
-    table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
-    for row, ids in enumerate((torch.randperm(sum(pages)) + 1).split(pages)):
-        table[row, : len(ids)] = ids
-    last = (lens - 1).clamp(min=0).long()
-    slots = torch.where(lens > 0, table.gather(1, last[:, None] // 16)[:, 0] * 16 + last % 16, 0)
-    rows = torch.arange(len(lens), dtype=torch.int32)
-    rows[-1] = -1
-    qkv = torch.randn(len(lens), (6 + 2 * 2) * size).to(device, dtype)
-    angles = torch.rand(400, rotary // 2) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device, dtype) if rotary else None
-    weights = torch.randn(2, size, device=device).to(dtype)
-    norms = (weights[0], weights[1], 1e-6) if normed else None
-    space = DecodeWorkspace(len(lens), [AttentionShape(6, 2, size)], torch.device(device))
-    rows, lens, table, slots, last = (x.to(device) for x in (rows, lens, table, slots, last))
-    layer_features, written = make_features(features, 6, 0.25, window, device), cache.clone()
-    q = rope_kernel.rope_and_write(qkv, 6, norms, cos_sin, last, written, slots)
-    wanted, out = torch.empty_like(q), torch.empty_like(q)
-    paged_decode(q, wanted, written, rows, None, lens, table, space, layer_features, tuning=tuning)
-    new = NewTokens(norms, cos_sin, last, slots)
-    paged_decode(qkv, out, cache, rows, None, lens, table, space, layer_features, tuning=tuning, new=new)
-    check_close(out[:-1], wanted[:-1], dtype)
-    check_close(cache[1:], written[1:], dtype)
 
 
 def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning, features: str = "") -> None:

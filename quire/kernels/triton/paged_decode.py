@@ -1,11 +1,7 @@
-"""Decode attention: rows of one query token. Programs split a row's keys; the last to finish combines the parts.
-
-The step's own keys and values may be written on the way (`NewTokens`): one launch fewer in every layer.
-"""
+"""Decode attention: rows of one query token. Programs split a row's keys; the last to finish combines the parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -14,8 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
-from quire.kernels.rope_and_write import QKNormParams
-from quire.kernels.triton.attend import LOG2E, attend, feature_flags, scale_arguments, score_scale, start
+from quire.kernels.triton.attend import attend, feature_flags, scale_arguments, score_scale, start
 from quire.kernels.workspace import Workspace
 
 
@@ -64,19 +59,9 @@ def measured_tuning(num_rows: int, group: int, dtype: torch.dtype) -> Tuning:
     return Tuning(64, warps=2, stages=3, min_tiles=4, programs=MAX_PROGRAMS)
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """How queries, keys and values become those of `rope_and_write`, and where keys and values go."""
-
-    qk_norm: QKNormParams | None
-    table: torch.Tensor | None
-    positions: torch.Tensor | None
-    slots: torch.Tensor
-
-
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def _decode_kernel(
-    q,  # [N, H, D]; with WRITES [N, (H + 2 * KV) * D], of which queries and keys lack norm and rotary embedding
+    q,  # [N, H, D]
     out,  # [N, H, D]
     kv_cache,
     rows,
@@ -95,13 +80,6 @@ def _decode_kernel(
     token_scales,
     v_scale,
     splits,
-    q_weight,  # of norms; unused without HAS_QK_NORM
-    k_weight,
-    eps,
-    table,  # [positions, R]: cosines of R / 2 angles, then sines
-    positions,
-    slots,
-    q_stride,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -121,9 +99,6 @@ def _decode_kernel(
     SCALE_PAGE: tl.constexpr,
     V_SCALED: tl.constexpr,  # values are those in the cache times v_scale
     TWO_LOOPS: tl.constexpr,  # whole tiles first, without a mask
-    WRITES: tl.constexpr,  # a row's own key and value are not in the cache yet
-    HAS_QK_NORM: tl.constexpr,
-    R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     G: tl.constexpr = H // KV
@@ -143,10 +118,7 @@ def _decode_kernel(
         first = tl.maximum(0, length - WINDOW)
     if PREFIX_SPLITS > 0:
         first = tl.minimum(tl.load(prefix_len), length)
-    cached = length
-    if WRITES:
-        cached = length - 1
-    tiles = tl.cdiv(cached - first, TILE)
+    tiles = tl.cdiv(length - first, TILE)
     tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
     used_splits = tl.maximum(1, tl.cdiv(tiles, tiles_per_split))
     if split >= used_splits:
@@ -157,26 +129,15 @@ def _decode_kernel(
     columns = tl.arange(0, DP)
     here = (g < G)[:, None] & (columns < D)[None, :]
     at = (token.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
-    if WRITES:
-        cos, sin = _angles(table, positions + token, columns, R)
-        queries = q + token.to(tl.int64) * q_stride + head[:, None] * D
-        vectors = _turned(queries, q_weight, eps, cos, sin, columns, here, D, R, HAS_QK_NORM).to(out.dtype.element_ty)
-    else:
-        vectors = tl.load(q + at, mask=here, other=0.0)
+    vectors = tl.load(q + at, mask=here, other=0.0)
     slope = tl.load(slopes + head, mask=g < G, other=0.0) if ALIBI else tl.zeros([GP], tl.float32)
     # Padding rows are row -1 with no keys; their table must not be read.
     pages = block_table + tl.maximum(tl.load(rows + i), 0).to(tl.int64) * table_stride
     q_pos = tl.zeros([GP], tl.int32) + (length - 1)
     begin = first + split * tiles_per_split * TILE
-    end = tl.minimum(begin + tiles_per_split * TILE, cached)
-    # A sink, and a key that is new, count in the first split alone, which every row has.
+    end = tl.minimum(begin + tiles_per_split * TILE, length)
+    # A sink counts in the first split alone, which every row has.
     acc, max_score, total = start(sinks, head, (g < G) & (split == 0), GP, DP, SINKS)
-    if WRITES:
-        acc, max_score, total = _write_own_key(
-            q + token.to(tl.int64) * q_stride + (H + kv_head) * D, slots + token, (split == 0) & (length > 0), kv_head,
-            kv_cache, vectors, acc, max_score, total, k_weight, eps, cos, sin, columns, scale, softcap,
-            KV, D, BLOCK_SIZE, R, HAS_QK_NORM, SOFTCAP,
-        )  # fmt: skip
     masked_from = begin
     if TWO_LOOPS:
         masked_from = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
@@ -207,104 +168,6 @@ def _decode_kernel(
             PREFIX_SPLITS, V_SCALED,
         )  # fmt: skip
         tl.store(arrived + unit, 0)
-
-
-@triton.jit
-def _angles(table, position, columns, R: tl.constexpr):
-    """Of each column: cosine, and the sine by which the other half's column is multiplied."""
-    cos, sin = columns.to(tl.float32), columns.to(tl.float32)
-    if R > 0:
-        HALF: tl.constexpr = R // 2
-        angles = table + tl.load(position).to(tl.int64) * R
-        pair = tl.where(columns < HALF, columns, columns - HALF)
-        cos = tl.load(angles + pair, mask=columns < R, other=1.0).to(tl.float32)
-        sin = tl.load(angles + HALF + pair, mask=columns < R, other=0.0).to(tl.float32)
-        sin = tl.where(columns < HALF, -sin, sin)
-    return cos, sin
-
-
-@triton.jit
-def _turned(
-    vectors,  # [M, 1]: pointers to each one's first element
-    weight,
-    eps,
-    cos,
-    sin,
-    columns,
-    here,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    HAS_QK_NORM: tl.constexpr,
-):
-    """[M, DP] float32, after norm and rotary embedding."""
-    x = tl.load(vectors + columns[None, :], mask=here, other=0.0).to(tl.float32)
-    if HAS_QK_NORM:
-        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x *= factor * tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-    if R > 0:
-        HALF: tl.constexpr = R // 2
-        other = tl.where(columns < HALF, columns + HALF, tl.where(columns < R, columns - HALF, columns))
-        y = tl.load(vectors + other[None, :], mask=here, other=0.0).to(tl.float32)
-        if HAS_QK_NORM:
-            y *= factor * tl.load(weight + other, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-        x = x * cos[None, :] + y * sin[None, :]
-    return x
-
-
-@triton.jit
-def _write_own_key(
-    source,  # the key's first element; its value's is KV * D after it
-    of_slot,
-    here,
-    kv_head,
-    kv_cache,
-    q,
-    acc,
-    max_score,
-    total,
-    k_weight,
-    eps,
-    cos,
-    sin,
-    columns,
-    scale,
-    softcap,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    R: tl.constexpr,
-    HAS_QK_NORM: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """The state of `attend` after the row's own key, which is the last, and not read from the cache."""
-    if here:
-        one = tl.arange(0, 1)[:, None]
-        mine = (one == 0) & (columns < D)[None, :]
-        key = _turned(source + one, k_weight, eps, cos, sin, columns, mine, D, R, HAS_QK_NORM).to(q.dtype)
-        value = tl.load(source + KV * D + one + columns[None, :], mask=mine, other=0.0)
-        slot = tl.load(of_slot).to(tl.int64)
-        place = (slot // BLOCK_SIZE * 2 * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        to_cache = kv_cache + place * D + columns[None, :]
-        tl.store(to_cache, key, mask=mine)
-        tl.store(to_cache + KV * BLOCK_SIZE * D, value, mask=mine)
-        score = _score_as_power(tl.sum(q.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, SOFTCAP)
-        new_max = tl.maximum(max_score, score)
-        weight = tl.math.exp2(score - new_max)
-        total = total * tl.math.exp2(max_score - new_max) + weight
-        acc += value.to(tl.float32) * weight[:, None]
-        max_score = new_max
-    return acc, max_score, total
-
-
-@triton.jit
-def _score_as_power(product, scale, softcap, SOFTCAP: tl.constexpr):
-    """As `attend` has it, of a key as far away as the query is: without ALiBi."""
-    if SOFTCAP:
-        cap = softcap * LOG2E
-        found = cap - 2.0 * cap / (tl.math.exp2(product * (2.0 * LOG2E * scale / softcap)) + 1.0)
-    else:
-        found = product * (scale * LOG2E)
-    return found
 
 
 @triton.jit
@@ -473,17 +336,12 @@ def paged_decode(
     features: AttentionFeatures,
     prefix_len: torch.Tensor | None = None,
     tuning: Tuning | None = None,
-    new: NewTokens | None = None,
 ) -> None:
     """Fills `out` for rows of one query. Without `query_start` all rows are: token i is row i's.
 
-    With `new`, q is what a layer projects, [N, (heads + 2 * KV heads) * D], of rows alone whose keys and values are
-    written here; neither a prefix nor a cache of another type is possible.
-
     `prefix_len` [1]: leading keys in pages that all rows share, attended to for all of them at once.
     """
-    num_rows, (_, num_heads, head_size) = len(rows), out.shape
-    assert new is None or (prefix_len is None and query_start is None and kv_cache.dtype is q.dtype)
+    num_rows, (_, num_heads, head_size) = len(rows), q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // kv_heads
     full = q.dtype is torch.float32
@@ -518,29 +376,9 @@ def paged_decode(
         q, out, kv_cache, rows, query_start if query_start is not None else rows, seq_lens,
         block_table, block_table.stride(0), prefix_len if prefix_len is not None else rows,
         workspace.partial_out, workspace.partial_sum, workspace.arrived,
-        slopes, sinks, scale, softcap, splits=splits, **_arguments_of(new, q),
+        slopes, sinks, scale, softcap, splits=splits,
         GP=padded_group(group), GM=triton.next_power_of_2(group),
         MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, DECODE_ONLY=query_start is None,
         WINDOW=features.window or 0, **has,
         num_warps=tuning.warps, num_stages=tuning.stages, **shape, **scales, **early_launch(q),
     )  # fmt: skip
-
-
-def _arguments_of(new: NewTokens | None, q: torch.Tensor) -> dict[str, Any]:
-    if new is None:
-        flags: dict[str, Any] = {"WRITES": False, "HAS_QK_NORM": False, "R": 0}
-        tensors = dict.fromkeys(("q_weight", "k_weight", "table", "positions", "slots"))
-        return {**tensors, "eps": 0.0, "q_stride": 0, **flags}
-    q_weight, k_weight, eps = new.qk_norm if new.qk_norm is not None else (None, None, 0.0)
-    return {
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "eps": eps,
-        "table": new.table,
-        "positions": new.positions,
-        "slots": new.slots,
-        "q_stride": q.stride(0),
-        "WRITES": True,
-        "HAS_QK_NORM": new.qk_norm is not None,
-        "R": new.table.shape[1] if new.table is not None else 0,
-    }
