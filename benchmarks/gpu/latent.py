@@ -65,8 +65,6 @@ QUICK_ROWS = (1, 16, 64, 128, 256)
 QUICK_KEYS = ((512, False), (1024, False), (560, True))  # of a row; or about so many
 DECODE_TUNINGS = [
     Tuning(64, 4, 2),
-    *(Tuning(64, warps, 3, rope_ahead=True) for warps in (4, 8)),
-    *(Tuning(64, 4, 3, rope_ahead=True, min_keys=keys) for keys in (256, 1024)),
     *(Tuning(32, 4, stages, 2) for stages in (2, 3)),
     Tuning(32, 8, 3, 2),
     Tuning(32, 4, 4),

@@ -38,7 +38,6 @@ from quire.kernels.moe_table import (
     gate_up_slabs,
     tile_candidates,
     tile_heights,
-    two_heights,
 )
 
 QWEN3_30B, V2_LITE = (128, 8, 2048, 768), (66, 8, 2048, 1408)
@@ -56,13 +55,13 @@ def few_candidates(shape: Shape) -> list[FewConfig]:
     return [FewConfig(slab, second[0]) for slab in first] + [FewConfig(first[0], slab) for slab in second[1:]]
 
 
-def grouped_candidates(rows: int, shape: Shape, shared: int = 0) -> list[GroupedConfig]:
+def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
     """What is chosen now, and others."""
     found = []
-    for m, small in [(m, 0) for m in tile_heights(rows, shape)] + two_heights(rows, shape, shared):
-        first, second = tile_candidates(m, True, small), tile_candidates(m, False, small)
-        found += [GroupedConfig(m, tile, second[0], small) for tile in first]
-        found += [GroupedConfig(m, first[0], tile, small) for tile in second[1:]]
+    for m in tile_heights(rows, shape):
+        first, second = tile_candidates(m, True), tile_candidates(m, False)
+        found += [GroupedConfig(m, tile, second[0]) for tile in first]
+        found += [GroupedConfig(m, first[0], tile) for tile in second[1:]]
     now = choose(rows, shape)
     return found if now in found or not isinstance(now, GroupedConfig) else [*found, now]
 
@@ -124,13 +123,13 @@ def compile_some(shape: Shape, jobs: list[tuple[int, MoeConfig]]) -> int:
     return len(jobs)
 
 
-def compile_all(shape: Shape, shared: int, counts: list[int]) -> int:
+def compile_all(shape: Shape, counts: list[int]) -> int:
     """In parallel processes."""
     jobs: dict[MoeConfig, tuple[int, MoeConfig]] = {}
     if min(counts) <= MAX_FEW_ROWS:
         jobs |= {config: (1, config) for config in few_candidates(shape)}
     for rows in counts:
-        for config in grouped_candidates(rows, shape, shared):
+        for config in grouped_candidates(rows, shape):
             jobs.setdefault(config, (16, config))
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
     todo = list(jobs.values())
@@ -140,23 +139,23 @@ def compile_all(shape: Shape, shared: int, counts: list[int]) -> int:
 
 def best_of(tried: list[tuple[float, MoeConfig]], kind: type) -> list[MoeConfig]:
     """The best of each kernel's candidates together; for tiles, at each height."""
-    by_height: dict[tuple[int, int], list[tuple[float, Any]]] = defaultdict(list)
+    by_height: dict[int, list[tuple[float, Any]]] = defaultdict(list)
     for us, config in tried:
         if isinstance(config, kind):
-            by_height[getattr(config, "block_m", 0), getattr(config, "small_m", 0)].append((us, config))
+            by_height[getattr(config, "block_m", 0)].append((us, config))
     found: list[MoeConfig] = []
-    for (height, small), some in by_height.items():
+    for height, some in by_height.items():
         likely = some[0][1]
         first = min((t for t in some if t[1].down == likely.down), key=lambda t: t[0])[1].gate_up
         second = min((t for t in some if t[1].gate_up == likely.gate_up), key=lambda t: t[0])[1].down
-        found.append(GroupedConfig(height, first, second, small) if height else FewConfig(first, second))
+        found.append(GroupedConfig(height, first, second) if height else FewConfig(first, second))
     return found
 
 
 def measure(layer: Layer, rows: int) -> dict[str, Any]:
     _, top_k, hidden, width = layer.shape
     now = choose(rows, layer.shape)
-    candidates: list[MoeConfig] = [*grouped_candidates(rows, layer.shape, layer.routing.shared)]
+    candidates: list[MoeConfig] = [*grouped_candidates(rows, layer.shape)]
     if rows <= MAX_FEW_ROWS:
         candidates = [*few_candidates(layer.shape), *candidates]
     guess = microseconds(layer.run(candidates[0]), layer.inputs(rows, 2))
@@ -213,7 +212,6 @@ def line_of(config: Any) -> str:
         line_of(config.gate_up),
         line_of(config.down),
     ]
-    parts += [f"small_m={config.small_m}"] if isinstance(config, GroupedConfig) and config.small_m else []
     return f"{type(config).__name__}({', '.join(parts)})"
 
 
@@ -253,7 +251,7 @@ def main() -> None:
     out = Path(arguments.json)
     began = time.time()
     print(
-        f"{compile_all(shape, arguments.shared, counts)} configurations compiled in {time.time() - began:.0f} s",
+        f"{compile_all(shape, counts)} configurations compiled in {time.time() - began:.0f} s",
         flush=True,
     )
     prepare_moe(DEVICE)

@@ -44,7 +44,6 @@ class GroupedConfig:
     block_m: int  # pairs of a tile
     gate_up: TileConfig
     down: TileConfig
-    small_m: int = 0  # pairs up to which a tile is multiplied as one of so many; 0: all tiles are block_m high
 
 
 MoeConfig = FewConfig | GroupedConfig
@@ -67,9 +66,9 @@ MEASURED: dict[tuple[int, int, int, int, int], MoeConfig] = {
     (4096, 128, 8, 2048, 768): GroupedConfig(128, TileConfig(128, 64, warps=8), TileConfig(128, 64, warps=8, stages=3)),
     (16384, 128, 8, 2048, 768): GroupedConfig(128, TileConfig(128, 64, warps=8), TileConfig(128, 64, stages=3)),
     # DeepSeek-V2-Lite: every row has two of the experts, most others few rows
-    (64, 66, 8, 2048, 1408): GroupedConfig(64, TileConfig(64, 128, stages=3), TileConfig(128, 64), small_m=16),
-    (128, 66, 8, 2048, 1408): GroupedConfig(64, TileConfig(64, 128, stages=3), TileConfig(128, 64), small_m=16),
-    (256, 66, 8, 2048, 1408): GroupedConfig(64, TileConfig(128, 64, warps=8), TileConfig(128, 64, warps=8), small_m=32),
+    (64, 66, 8, 2048, 1408): GroupedConfig(16, TileConfig(64, 128, stages=3), TileConfig(128, 128, stages=3)),
+    (128, 66, 8, 2048, 1408): GroupedConfig(32, TileConfig(128, 64, stages=3), TileConfig(64, 128, stages=3)),
+    (256, 66, 8, 2048, 1408): GroupedConfig(64, TileConfig(128, 64, warps=8), TileConfig(128, 64, stages=3)),
 }
 
 
@@ -165,36 +164,8 @@ def tile_heights(rows: int, shape: Shape) -> list[int]:
     return sorted(near, key=lambda m: (m != likely, m))
 
 
-def two_heights(rows: int, shape: Shape, shared: int) -> list[tuple[int, int]]:
-    """Heights (of many rows, of few) worth measuring where every row has `shared` of its experts."""
-    num_experts, top_k, _, _ = shape
-    each = rows * (top_k - shared) / (num_experts - shared)
-    likely = next((m for m in (16, 32, 64) if m >= 1.25 * each), 64)
-    most = [m for m in (64, 128) if likely < m <= max(rows, 64)]
-    return [(tall, likely) for tall in most] if shared else []
-
-
-def tile_candidates(block_m: int, is_gate_up: bool, small_m: int = 0) -> list[TileConfig]:
+def tile_candidates(block_m: int, is_gate_up: bool) -> list[TileConfig]:
     """Worth measuring, the likely one first. gate_up has two tiles of weights and of sums beside each other."""
-    if small_m:
-        if is_gate_up:
-            return [
-                TileConfig(128, 64, warps=8),
-                TileConfig(64, 128, stages=3),
-                TileConfig(64, 128),
-                TileConfig(64, 64),
-                TileConfig(128, 64, stages=3),
-                TileConfig(128, 64, warps=8, stages=3),
-                TileConfig(64, 128, warps=8, stages=3),
-            ]
-        return [
-            TileConfig(128, 64, warps=8),
-            TileConfig(128, 64),
-            TileConfig(256, 64, warps=8),
-            TileConfig(256, 64, warps=8, stages=3),
-            TileConfig(128, 128, stages=3),
-            TileConfig(64, 128, stages=3),
-        ]
     if block_m <= 32:  # bound by reading weights: several programs side by side hide each other's start
         if is_gate_up:
             return [

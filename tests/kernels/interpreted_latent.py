@@ -37,13 +37,6 @@ def test_a_shared_prefix(prefix):
     check_latent_attention("decode", "cpu", prefix=prefix, padding=2)
 
 
-@pytest.mark.parametrize("shape", ["small", "uneven"])
-def test_a_rotated_part_that_is_loaded_ahead(monkeypatch, shape):
-    monkeypatch.setattr(latent_decode, "FLOAT32", latent_decode.Tuning(tile=16, stages=1, rope_ahead=True))
-    check_latent_attention("decode", "cpu", shape=SHAPES[shape], padding=2)
-    check_latent_attention("decode", "cpu", shape=SHAPES[shape], queries=2, page_tokens=8)
-
-
 def test_more_rows_than_are_multiplied_at_once():
     check_latent_attention("decode", "cpu", repeat=3, padding=3)
 

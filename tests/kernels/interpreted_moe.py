@@ -26,7 +26,6 @@ CONFIGS: dict[str, MoeConfig] = {
     "few, ragged loop": FewConfig(SlabConfig(16, 64), SlabConfig(16, 32)),
     "grouped": GroupedConfig(16, TileConfig(32, 16, stages=2, tma=False), TileConfig(32, 16, stages=2, tma=False)),
     "grouped, tma": GroupedConfig(16, TileConfig(16, 32), TileConfig(64, 16)),
-    "grouped, two heights": GroupedConfig(32, TileConfig(16, 64, tma=False), TileConfig(16, 32), small_m=16),
     "grouped, high tiles": GroupedConfig(32, TileConfig(16, 64, tma=False), TileConfig(16, 32)),
 }
 ROUTING = Routing(TOP_K)

@@ -112,7 +112,7 @@ def test_experts(groups):
         types = {"x": x, "w": tile(FP8, 64, 128), "y": HALF, "w_scale": FLOAT, "x_scale": FLOAT}
         types |= dict.fromkeys(("order", "tile_expert", "tile_rows"), INT)
         constants = groups | {
-            "bias": None, "HAS_BIAS": False, "TOP_K": 8, "GATE_UP": True, "BLOCK_M": 64, "SMALL_M": 0, "BLOCK_N": 64,
+            "bias": None, "HAS_BIAS": False, "TOP_K": 8, "GATE_UP": True, "BLOCK_M": 64, "BLOCK_N": 64,
             "BLOCK_K": 128, "STAGES": 3, "EVEN_K": True, "TMA": True, "HAS_W_SCALE": True, "HAS_X_SCALE": x == FP8,
             "SWIGLUOAI": False, "PDL": True,
         }  # fmt: skip

@@ -42,7 +42,6 @@ def latent_attend(
     QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # False: every key from begin to end is seen by every query, and fills whole tiles
-    ROPE_AHEAD: tl.constexpr = False,  # the next tile's rotated part is held in registers: shared memory has no room
 ):
     columns, rope_columns = tl.arange(0, RP), tl.arange(0, PP)
     kind: tl.constexpr = q_rope.dtype
@@ -50,10 +49,6 @@ def latent_attend(
     # Ahead: loads whose addresses are loaded in the same step are not started early by the compiler.
     keys = begin + tl.arange(0, TILE)
     next_block = tl.load(pages + keys // BLOCK_SIZE, mask=keys < end, other=0)
-    if ROPE_AHEAD:
-        rope_at = kv_cache + next_block.to(tl.int64) * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE) + RANK
-        rope_here = (keys < end)[:, None] & (rope_columns < ROPE)[None, :]
-        next_rope = tl.load(rope_at[:, None] + rope_columns[None, :], mask=rope_here, other=0.0)
     for tile in range(begin, end, TILE):
         keys = tile + tl.arange(0, TILE)
         inside = keys < end
@@ -63,14 +58,8 @@ def latent_attend(
         latent = _load(at + columns[None, :], inside[:, None] & (columns < RANK)[None, :], masked).to(kind)
         later = keys + TILE
         next_block = tl.load(pages + later // BLOCK_SIZE, mask=later < end, other=0)
-        if ROPE_AHEAD:
-            rope = next_rope.to(kind)
-            rope_at = kv_cache + next_block.to(tl.int64) * PAGE + (later % BLOCK_SIZE) * (RANK + ROPE) + RANK
-            rope_here = (later < end)[:, None] & (rope_columns < ROPE)[None, :]
-            next_rope = tl.load(rope_at[:, None] + rope_columns[None, :], mask=rope_here, other=0.0)
-        else:
-            rope_here = inside[:, None] & (rope_columns < ROPE)[None, :]
-            rope = _load(at + RANK + rope_columns[None, :], rope_here, masked).to(kind)
+        rope_here = inside[:, None] & (rope_columns < ROPE)[None, :]
+        rope = _load(at + RANK + rope_columns[None, :], rope_here, masked).to(kind)
         if CHUNK == RP:
             scores = tl.dot(latent, q, input_precision="ieee")
         else:

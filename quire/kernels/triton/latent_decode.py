@@ -33,7 +33,6 @@ class Tuning:
     warps: int = 4
     stages: int = 2  # of 3, one is loaded while one is multiplied; of 2, none
     per_multiprocessor: int = 1  # programs
-    rope_ahead: bool = False  # in registers, where shared memory would not hold another stage's
     min_keys: int | None = None  # of a split of many rows; default: MANY_MIN_KEYS
 
 
@@ -50,11 +49,8 @@ def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False, rank: 
     warps, tile = 8 if columns > 16 else 4, Tuning.tile
     rank, rope = (max(16, triton.next_power_of_2(size)) for size in (rank, rope))
     # Queries, weights of a tile, and its keys.
-    used = 2 * (columns * (rank + rope) + tile * columns + 3 * tile * rank)
-    if used + 2 * 3 * tile * rope < MAX_SHARED - 1024:
-        return Tuning(warps=warps, stages=3)
-    fits = used + 2 * tile * rope < MAX_SHARED - 1024
-    return Tuning(warps=warps, stages=3, rope_ahead=True) if fits else Tuning(warps=warps)
+    used = 2 * (columns * (rank + rope) + tile * columns + 3 * tile * (rank + rope))
+    return Tuning(warps=warps, stages=3 if used < MAX_SHARED - 1024 else 2)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -113,7 +109,6 @@ def _decode_kernel(
     SCALE_PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
-    ROPE_AHEAD: tl.constexpr,
     PREFIX: tl.constexpr,  # whether there is a shared one
     DECODE_ONLY: tl.constexpr,  # every row has Q queries; otherwise those of one are attended to
     PDL: tl.constexpr,
@@ -162,7 +157,6 @@ def _decode_kernel(
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, end, lengths, factor,
         token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
-        ROPE_AHEAD,
     )  # fmt: skip
     part = (unit.to(tl.int64) * H + head) * (prefix_splits + splits) + prefix_splits + split
     _store_part(out, sums, acc, max_score, total, part, real, RANK, RP)
@@ -291,7 +285,7 @@ def latent_decode(
     _decode_kernel[(units // queries, tiles, splits)](
         q, q_rope, kv_cache, rows, query_start if query_start is not None else rows, seq_lens, *table,
         prefix_len if prefix_len is not None else rows, parts.out, parts.sums, parts.counts,
-        HB=heads, Q=queries, M=columns, TILE=tuning.tile, ROPE_AHEAD=tuning.rope_ahead, min_tiles=min_tiles,
+        HB=heads, Q=queries, M=columns, TILE=tuning.tile, min_tiles=min_tiles,
         PREFIX=prefix_len is not None, DECODE_ONLY=query_start is None,
         num_warps=tuning.warps, num_stages=tuning.stages, **shape,
     )  # fmt: skip

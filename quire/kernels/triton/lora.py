@@ -5,7 +5,7 @@ are launched as the worst distribution needs; those without a tile return at onc
 leaves the layer as it is.
 
 One or two rows need no launch more: the first programs of the base's product are `shrink_row`, the next `expand_row`,
-and all others add to their outputs what these have written meanwhile (`awaited_values`).
+and all others add to their outputs what these have written meanwhile (`values_of`).
 """
 
 import math
@@ -421,7 +421,8 @@ def expand_row(
                         weights = _row_factors(n, now, b, num_outputs, rank, of_ranks, RANKS)
                     r, split = of_ranks + tl.arange(0, RANKS), tl.arange(0, SPLITS)
                     at = inner + (row * splits + tl.minimum(split, splits - 1)[:, None]) * width + part * rank
-                    products = awaited_values(at + tl.minimum(r, rank - 1)[None, :], now_step)
+                    at += tl.minimum(r, rank - 1)[None, :]
+                    products = values_of(tl.load(at, volatile=True), at, now_step)
                     products = tl.where((split < splits)[:, None] & (r < rank)[None, :], products, 0.0)
                     term = tl.sum(weights.to(tl.float32) * tl.sum(products, 0)[None, :], 1)
                     total += tl.where(of_column == part, term, 0.0)
@@ -447,16 +448,9 @@ def _word(value, step):
 
 
 @triton.jit
-def awaited_values(at, step):
-    """What other programs of the launch have written, or soon will."""
-    words = tl.load(at, volatile=True)
-    return values_of(words, at, step)
-
-
-@triton.jit
 def values_of(words, at, step):
-    """`words` were loaded before; as long as some are of another step, all are loaded again. The programs that write
-    are the first of the launch, and wait for none behind them."""
+    """What other programs of the launch write. `words` were loaded before; as long as some are of another step, all are
+    loaded again. The programs that write are the first of the launch, and wait for none behind them."""
     while tl.max(((words >> 32) != step).to(tl.int32)) > 0:
         words = tl.load(at, volatile=True)
     return (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)

@@ -82,7 +82,6 @@ def _grouped_kernel(
     TOP_K: tl.constexpr,
     GATE_UP: tl.constexpr,  # the first product: rows are gathered, halves multiplied after an activation
     BLOCK_M: tl.constexpr,
-    SMALL_M: tl.constexpr,  # height that tiles of no more rows are multiplied with; 0: all with BLOCK_M
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -107,38 +106,7 @@ def _grouped_kernel(
     if rows == 0:
         return
     expert = tl.load(tile_expert + tile)
-    if SMALL_M > 0:
-        # Most experts have few rows, which a tile as high as the others' many would multiply in vain.
-        if rows <= SMALL_M:
-            _multiply_tile(
-                x, w, y, bias, w_scale, x_scale, order, N, K, x_stride, x_scale_stride, tile, first, rows, expert,
-                TOP_K, GATE_UP, BLOCK_M, SMALL_M, BLOCK_N, BLOCK_K, STAGES, EVEN_K, TMA,
-                HAS_BIAS, HAS_W_SCALE, HAS_X_SCALE, GROUP_N, GROUP_K, SWIGLUOAI,
-            )  # fmt: skip
-        else:
-            _multiply_tile(
-                x, w, y, bias, w_scale, x_scale, order, N, K, x_stride, x_scale_stride, tile, first, rows, expert,
-                TOP_K, GATE_UP, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, EVEN_K, TMA,
-                HAS_BIAS, HAS_W_SCALE, HAS_X_SCALE, GROUP_N, GROUP_K, SWIGLUOAI,
-            )  # fmt: skip
-    else:
-        _multiply_tile(
-            x, w, y, bias, w_scale, x_scale, order, N, K, x_stride, x_scale_stride, tile, first, rows, expert,
-            TOP_K, GATE_UP, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, EVEN_K, TMA,
-            HAS_BIAS, HAS_W_SCALE, HAS_X_SCALE, GROUP_N, GROUP_K, SWIGLUOAI,
-        )  # fmt: skip
-
-
-@triton.jit
-def _multiply_tile(
-    x, w, y, bias, w_scale, x_scale, order, N, K, x_stride, x_scale_stride, tile, first, rows, expert,
-    TOP_K: tl.constexpr, GATE_UP: tl.constexpr, BLOCK_M: tl.constexpr, HEIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr, SWIGLUOAI: tl.constexpr,
-):  # fmt: skip
-    """Columns from `first` on of the `rows` pairs of a tile, at most HEIGHT."""
-    m = tl.arange(0, HEIGHT)
+    m = tl.arange(0, BLOCK_M)
     position = (tile * BLOCK_M + m).to(tl.int64)
     pair = tl.load(order + position, mask=m < rows, other=0).to(tl.int64)
     source = pair // TOP_K if GATE_UP else position
@@ -155,7 +123,7 @@ def _multiply_tile(
         scales = w_scale + expert.to(tl.int64) * (HALVES * N) + n
         scale = tl.load(scales, mask=n < N, other=0.0)
         scale_up = tl.load(scales + N, mask=n < N, other=0.0) if GATE_UP else scale
-    acc = tl.zeros([BLOCK_N, HEIGHT], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
@@ -173,7 +141,7 @@ def _multiply_tile(
         if GROUP_N > 0:
             group = start // GROUP_K
             scale_at = w_scale + (base // GROUP_N).to(tl.int64) * (K // GROUP_K) + group
-            by_row = tl.zeros([HEIGHT], tl.float32) + 1.0
+            by_row = tl.zeros([BLOCK_M], tl.float32) + 1.0
             if HAS_X_SCALE:
                 by_row = tl.load(x_scale + group * x_scale_stride + source, mask=m < rows, other=0.0)
             acc += tl.dot(left.to(right.dtype), right) * (by_row * tl.load(scale_at))[None, :]
@@ -283,16 +251,14 @@ def grouped_experts(
     inner = torch.empty(tiles * block_m, width, dtype=x.dtype, device=device)
     flags = {"TOP_K": top_k, "BLOCK_M": block_m, "SWIGLUOAI": w.activation == "swigluoai", **launch}
     multiply: Any = multiply_sorted if isinstance(w, IntExpertWeights) else _multiply
-    if config.small_m and multiply is _multiply:
-        flags["small_m"] = config.small_m
     rounding = w.rounding if isinstance(w, IntExpertWeights) else None
     if rounding is not None:
         x, flags["X_EACH"] = rounding.rounded(x, experts)
-    first = _in_weights_type(x, w, w.gate_up, config.small_m or block_m)
+    first = _in_weights_type(x, w, w.gate_up, block_m)
     multiply(first, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
     if rounding is not None:
         inner = rounding.rounded_inner(inner, tile_expert.repeat_interleave(block_m))
-    second = _in_weights_type(inner, w, w.down, config.small_m or block_m)
+    second = _in_weights_type(inner, w, w.down, block_m)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     multiply(second, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=device)
@@ -321,7 +287,6 @@ def _multiply(
     bias: torch.Tensor | None,
     sorted_by: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     config: TileConfig,
-    small_m: int = 0,
     **flags: Any,
 ) -> None:
     x, x_scale = (x, None) if isinstance(x, torch.Tensor) else x
@@ -348,7 +313,7 @@ def _multiply(
         n, k, x.stride(0), x_scale.stride(-1) if x_scale is not None and group_k else 0,
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, EVEN_K=k % block_k == 0, TMA=tma,
         HAS_BIAS=bias is not None, HAS_W_SCALE=scale is not None, HAS_X_SCALE=x_scale is not None,
-        SMALL_M=small_m, GROUP_N=group_n, GROUP_K=group_k, num_warps=config.warps, num_stages=stages, **flags,
+        GROUP_N=group_n, GROUP_K=group_k, num_warps=config.warps, num_stages=stages, **flags,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.lora import RowTerms
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_FUSED_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.triton.lora import ROW_FACTORS, ROW_RANKS, awaited_values, expand_row, row_splits, shrink_row
+from quire.kernels.triton.lora import ROW_FACTORS, ROW_RANKS, expand_row, row_splits, shrink_row, values_of
 from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
@@ -139,6 +139,9 @@ def _gemv_kernel(
             return
         block -= shrinks + expands
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPLITS > 0:
+        step, words = 0, tl.zeros([BLOCK_N], tl.int64)
+        up_words = words
     # Columns past the end read the last one again: cheaper than a mask, and never stored.
     w_rows = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
     # One accumulator per row, reduced once at the end: a reduction in the loop would be a barrier in the loop.
@@ -173,6 +176,8 @@ def _gemv_kernel(
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
             gdc_wait()
+        if SPLITS > 0 and ONE_STEP:
+            step, words, up_words = _words_now(n, 0, terms, lora_step, N, SILU)
         gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
             x, gain, factor, factor_up, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride,
@@ -198,14 +203,18 @@ def _gemv_kernel(
         factor1, total1, total_up1 = _reduced(acc1, up1, squares1, K, eps, HAS_NORM, SILU)
     term, up = 0.0, 0.0
     if SPLITS > 0:
-        term, up = _terms(n, 0, terms, lora_step, N, SILU)
+        if not ONE_STEP:
+            step, words, up_words = _words_now(n, 0, terms, lora_step, N, SILU)
+        term, up = _terms(n, 0, terms, step, words, up_words, N, SILU)
     _write_row(
         factor0, total0, total_up0, term, up, n, 0, rows, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
     )  # fmt: skip
     if ROWS > 1:
         if SPLITS > 0:
-            term, up = _terms(n, tl.minimum(1, rows - 1), terms, lora_step, N, SILU)
+            row = tl.minimum(1, rows - 1)
+            step, words, up_words = _words_now(n, row, terms, lora_step, N, SILU)
+            term, up = _terms(n, row, terms, step, words, up_words, N, SILU)
         _write_row(
             factor1, total1, total_up1, term, up, n, 1, rows, y, bias, residual, w_scale, x_scale, N,
             HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU, SPLITS > 0,
@@ -287,12 +296,20 @@ def _write_row(
 
 
 @triton.jit
-def _terms(n, row, terms, lora_step, N, SILU: tl.constexpr):
-    """Of a row's adapter, for columns `n`; with SILU also for those of the second half."""
-    step = tl.load(lora_step)
+def _words_now(n, row, terms, lora_step, N, SILU: tl.constexpr):
+    """The step, and what there is of a row's terms: loaded long before they are needed, and most often complete."""
     at = terms + row * (2 * N if SILU else N) + tl.minimum(n, N - 1)
-    term = awaited_values(at, step)
-    return term, awaited_values(at + N, step) if SILU else term
+    words = tl.load(at, volatile=True)
+    up_words = tl.load(at + N, volatile=True) if SILU else words
+    return tl.load(lora_step), words, up_words
+
+
+@triton.jit
+def _terms(n, row, terms, step, words, up_words, N, SILU: tl.constexpr):
+    """Of a row's adapter, for columns `n`; with SILU also for those of the second half."""
+    at = terms + row * (2 * N if SILU else N) + tl.minimum(n, N - 1)
+    term = values_of(words, at, step)
+    return term, values_of(up_words, at + N, step) if SILU else term
 
 
 @triton.jit
