@@ -76,8 +76,9 @@ def test_decode(heads, queries, kind, cache):
     }  # fmt: skip
     made = compiles(latent_decode._decode_kernel, types, constants, tuning.warps, tuning.stages)
     if cache == HALF:
-        # A tile is copied to shared memory once, for both products.
-        assert "wgmma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
+        # A tile is copied to shared memory once, for both products; one of 32 keys is too low for one of them.
+        assert "wgmma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        assert ("mma.sync" in made.asm["ptx"]) == (tuning.tile < 64)
     if cache == HALF and tuning.stages > 2:
         # The next tile is on its way while one is multiplied: not every copy has to have arrived.
         assert re.search(r"cp\.async\.wait_group\s+(0x)?0*[1-9]", made.asm["ptx"])

@@ -23,7 +23,7 @@ MIXED_SPLITS, MIXED_ROWS = 8, 64
 MULTIPROCESSORS = 132
 MIN_USE = 0.9  # of multiprocessors, for which keys are split further
 # Many rows are split so that those of uneven length end together, but not into parts that cost more than they save.
-MANY_WAVES, MANY_MIN_KEYS = 4, 512
+MANY_WAVES, MANY_MIN_KEYS = 4, 256
 MAX_SHARED = 227 << 10
 
 
@@ -46,11 +46,12 @@ def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False, rank: 
         return FLOAT32
     if quantized:
         return Tuning(warps=8, stages=3)
-    warps, tile = 8 if columns > 16 else 4, Tuning.tile
-    rank, rope = (max(16, triton.next_power_of_2(size)) for size in (rank, rope))
+    if columns <= 16:  # two programs side by side: one loads while the other multiplies
+        return Tuning(32, stages=3, per_multiprocessor=2)
+    rank, rope, tile = *(max(16, triton.next_power_of_2(size)) for size in (rank, rope)), Tuning.tile
     # Queries, weights of a tile, and its keys.
     used = 2 * (columns * (rank + rope) + tile * columns + 3 * tile * (rank + rope))
-    return Tuning(warps=warps, stages=3 if used < MAX_SHARED - 1024 else 2)
+    return Tuning(warps=8, stages=3 if used < MAX_SHARED - 1024 else 2)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 
-MAX_GEMV_UNITS, MANY_UNITS = 8, 64
+MAX_GEMV_UNITS, MANY_UNITS = 8, 48
 PARTS_AT_ONCE = 16
 MAX_STATIC_PARTS = 8
 
@@ -32,13 +32,12 @@ class ManyTuning:
 
 
 def many_tuning(units: int, outputs: int, inputs: int, most: int) -> ManyTuning:
-    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has all outputs
-    so that parts are read once, and so few units that there are as many programs as multiprocessors."""
+    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has
+    all outputs, so that parts are read once."""
     size = max(16, triton.next_power_of_2(inputs))
     if most == 1 and size <= 128:
         return ManyTuning(64, min(128, max(64, triton.next_power_of_2(outputs))), size)
-    block_u = 16 if units < 256 else 32
-    return ManyTuning(block_u, min(128, max(64, triton.next_power_of_2(outputs))), min(64, size))
+    return ManyTuning(16, min(128, max(64, triton.next_power_of_2(outputs))), min(64, size))
 
 
 @dataclass(frozen=True, eq=False)
