@@ -12,6 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.config.pooling import PoolingSetup
+from quire.distributed.kv_offload import host_memory
 from quire.distributed.kv_offload.host_memory import HostMemory
 from quire.platforms import cpu_cgroup, cpu_facts, defaults
 from quire.platforms.defaults import default_offloading_gib
@@ -155,3 +156,14 @@ def test_what_cannot_be_pinned_is_not_claimed(claims, monkeypatch):
     memory._thread.join()
     assert memory.num_ready == 0 and gib(claims.free()) == 100
     memory.close()
+
+
+def test_pinning_pauses_for_those_who_launch(monkeypatch):
+    """Longer than it took: whoever waits for the driver is served in between."""
+    clock, pinned, pauses = iter(range(100)), torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: pinned(shape, dtype=dtype))
+    monkeypatch.setattr(host_memory.time, "perf_counter", lambda: next(clock))
+    stop = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
+    parts: list[torch.Tensor] = []
+    host_memory._pin(parts, [(2, 3)] * 3, torch.uint8, stop, None)
+    assert len(parts) == 3 and pauses == [host_memory.PAUSES] * 3

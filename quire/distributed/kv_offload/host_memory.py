@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,10 @@ from quire.platforms.host_claims import HeldClaim
 
 logger = logging.getLogger("quire")
 
-PART_BYTES = 1 << 28  # pinned at once: the driver holds up launches meanwhile; torch rounds up to a power of two
+PART_BYTES = 1 << 26  # pinned at once; torch rounds up to a power of two
+# Pauses, of the time that a part took: the driver holds up launches while it pins, and whoever asks again at once is
+# served before those who wait (seen: a first token after two seconds).
+PAUSES = 2
 
 
 class HostMemory:
@@ -95,9 +99,12 @@ def _pin(
         for shape in shapes:
             if stop.is_set():
                 return
+            began = time.perf_counter()
             parts.append(torch.empty(shape, dtype=dtype, pin_memory=True))
+            seconds = time.perf_counter() - began
             if held is not None:
                 held.use(sum(part.nbytes for part in parts))
+            stop.wait(PAUSES * seconds)
     except RuntimeError as error:
         logger.warning("host memory for the KV cache: %d of %d parts pinned: %s", len(parts), len(shapes), error)
         if held is not None:
