@@ -42,7 +42,7 @@ SIZES = {
     "llama3-8b-fp8": (9, 36),
     "qwen3-30b-a3b": (57, 30),
     "deepseek-v2-lite": (30, 14),
-    "deepseek-v3-6-layers": (45, 14),
+    "deepseek-v3-6-layers": (70, 14),
 }
 MORE_GIB = 5
 INVARIANT = "+invariant"
