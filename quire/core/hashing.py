@@ -12,7 +12,7 @@ from quire.messages.requests import ContentKey
 Digest = Callable[[bytes], bytes]
 CONTENT_MARK = b"\xff\xff\xff\xff"
 STRETCH = 32  # blocks
-MAX_STRETCHES = 2048  # 9 MB with blocks of 16 tokens
+MAX_STRETCHED_TOKENS = 1 << 20  # 9 MB with blocks of 16 tokens
 
 
 def _sha256(data: bytes) -> bytes:
@@ -89,7 +89,7 @@ class BlockHasher:
             for at in range(0, len(data), width):
                 parent = digest(parent + data[at : at + width])
                 found.append(parent)
-            if len(self._stretches) >= MAX_STRETCHES:
+            if (len(self._stretches) + 1) * STRETCH * self.block_size > MAX_STRETCHED_TOKENS and self._stretches:
                 del self._stretches[next(iter(self._stretches))]
         self._stretches[key] = found
         return found

@@ -40,7 +40,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """The terms of a few rows, whose outer product is part of the base's kernel (`skinny_linear`)."""
+    """The terms of a few rows, which the base's kernel computes and adds (`skinny_linear`)."""
 
     slots: torch.Tensor  # [rows or more] int32
     step: torch.Tensor  # [1] int32: another one whenever a layer is launched again

@@ -244,5 +244,8 @@ def _clear(slots: list[torch.Tensor]) -> None:
 def _run(tasks: Tasks) -> None:
     """References only the queue, so that unreferenced adapters can be collected."""
     while (task := tasks.get()) is not None:
-        task()
+        try:
+            task()
+        except Exception:  # of what nobody waits for (`_tell`): the others' tasks go on
+            logger.exception("adapters: a task failed")
         del task

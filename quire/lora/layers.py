@@ -60,8 +60,10 @@ def new_weights(
     rank: int,
     dtype: torch.dtype,
     leading: tuple[int, ...] = (),
+    fused: bool = False,
 ) -> LowRank:
-    """Zeros of all slots, for a layer with outputs of these `sizes`."""
+    """Zeros of all slots, for a layer with outputs of these `sizes`. `fused`: the base's product may add terms of few
+    rows."""
     if len(sizes) > MAX_PARTS:
         raise ValueError(f"a layer fused of {len(sizes)} takes no adapter; at most {MAX_PARTS} are allowed")
     shape = (*leading, state.max_loras)
@@ -72,7 +74,7 @@ def new_weights(
         b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
     ranks = torch.zeros(state.max_loras, dtype=torch.int32, device=state.device)
     ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
-    if leading:
+    if not fused:
         return LowRank(a, b, ends, ranks)
     return LowRank(a, b, ends, ranks, *row_words(MAX_FUSED_ROWS, num_inputs, a.shape[1], sum(sizes), state.device))
 
@@ -184,7 +186,7 @@ def adapt_linear(
 ) -> Targets:
     """`head`: its rows are those of logits."""
     assert isinstance(layer, nn.Module)
-    w = new_weights(state, layer.in_features, layer.out_partition_sizes, rank, dtype)
+    w = new_weights(state, layer.in_features, layer.out_partition_sizes, rank, dtype, fused=not head)
     keep(layer, "low_rank", w)
     layer.method = (LoRAHeadMethod if head else LoRALinearMethod)(layer.method, state)
     state.head_takes_adapters |= head

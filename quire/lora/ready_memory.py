@@ -39,7 +39,10 @@ class ReadyMemory:
                 self._ready, self._touched = np.empty(int(1.02 * wanted), np.uint8), 0
         starts = range(self._touched, min(self._touched + self._threads * PART_BYTES, len(self._ready)), PART_BYTES)
         parts = [self._ready[start : start + PART_BYTES] for start in starts]
-        list(map(_touch, parts) if self._pool is None else self._pool.map(_touch, parts))
+        try:
+            list(map(_touch, parts) if self._pool is None else self._pool.map(_touch, parts))
+        except RuntimeError:  # no thread to be had, or the interpreter ends
+            return False
         self._touched += sum(map(len, parts))
         return self._touched < len(self._ready)
 

@@ -30,8 +30,8 @@ def test_only_full_blocks_are_hashed_and_growing_gives_the_same_chain():
 
 
 def test_prompts_that_repeat_others_get_the_hashes_of_one_that_was_never_seen(monkeypatch):
-    monkeypatch.setattr(hashing, "MAX_STRETCHES", 3)
     size, draw = 4, np.random.default_rng(0)
+    monkeypatch.setattr(hashing, "MAX_STRETCHED_TOKENS", 3 * size * hashing.STRETCH)
     hasher, first = BlockHasher(size, b"root"), draw.integers(0, 9, 2 * size * hashing.STRETCH + 30, np.int32)
     for same in (0, 1, size * hashing.STRETCH, len(first) - 1, len(first), 7, len(first)):
         prompt = np.concatenate([first[:same], draw.integers(0, 9, len(first) - same, np.int32)])

@@ -41,6 +41,13 @@ def test_rows_whose_terms_the_base_product_has(case, slots, dtype):
     lora_cases.check_rows(case, slots, "cuda", dtype)
 
 
+@pytest.mark.parametrize("slots", [[1], [0, -1]])
+@pytest.mark.parametrize("quantized", lora_cases.GROUPS)
+@pytest.mark.parametrize("case", ["query, key, value in one step", "gate and up in one step"])
+def test_rows_of_quantized_weights(case, quantized, slots):
+    lora_cases.check_rows(case, slots, "cuda", torch.bfloat16, quantized)
+
+
 def test_kernels_of_slots_and_infinite_weights():
     lora_cases.check_slots_of_tokens("cuda")
     lora_cases.check_rank_0_leaves_outputs_as_they_are("cuda", torch.bfloat16)

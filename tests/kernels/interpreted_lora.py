@@ -48,3 +48,10 @@ def test_gated(width, dtype):
 @pytest.mark.parametrize("case", lora_cases.ROW_CASES)
 def test_rows(case, slots, dtype):
     lora_cases.check_rows(case, slots, "cpu", dtype)
+
+
+@pytest.mark.parametrize("slots", [[1], [0, -1]])
+@pytest.mark.parametrize("quantized", lora_cases.GROUPS)
+@pytest.mark.parametrize("case", ["query, key, value in one step", "gate and up in one step"])
+def test_rows_of_quantized_weights(case, quantized, slots):
+    lora_cases.check_rows(case, slots, "cpu", torch.float32, quantized)

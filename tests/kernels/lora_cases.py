@@ -14,7 +14,7 @@ from quire.kernels.lora import (
     write_slots_of_tokens,
 )
 from quire.kernels.silu_mul import silu_mul
-from quire.kernels.skinny_linear import prepare_skinny_linear, skinny_linear, skinny_linear_torch
+from quire.kernels.skinny_linear import expand_scales, prepare_skinny_linear, skinny_linear, skinny_linear_torch
 from quire.kernels.skinny_table import SkinnyConfig
 
 LAYERS = {  # inputs, sizes of the outputs' parts, rank
@@ -152,8 +152,11 @@ ROW_CASES = {  # inputs, sizes of the outputs' parts, rank, kernel, norm, silu
 }
 
 
-def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> None:
-    """One or two rows, whose terms the base's product has."""
+GROUPS = {"by output": None, "by 8 outputs and 64 inputs": (8, 64), "by 4 outputs and 128 inputs": (4, 128)}
+
+
+def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype, quantized: str | None = None) -> None:
+    """One or two rows, whose terms the base's product has. `quantized`: its weight, with scales as GROUPS has them."""
     num_inputs, sizes, rank, config, has_norm, silu = ROW_CASES[case]
     torch.manual_seed(1)
     rows, outputs = len(slots), sum(sizes)
@@ -179,6 +182,14 @@ def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> 
     step = torch.zeros(1, dtype=torch.int32, device=device)
     terms = RowTerms(of_rows, step, w)
     options = {"norm": norm, "silu": silu, "residual": residual, "terms": terms}
+    full = given["weight"].float()
+    if quantized is not None:
+        groups = GROUPS[quantized]
+        given["weight"] = torch.randint(-127, 128, (outputs, num_inputs), dtype=torch.int8, device=device)
+        places = (outputs,) if groups is None else (outputs // groups[0], num_inputs // groups[1])
+        scale = torch.rand(places, device=device) * num_inputs**-0.5 / 127
+        full = given["weight"].float() * (scale[:, None] if groups is None else expand_scales(scale, groups))
+        options |= {"weight_scale": scale, "groups": groups}
     for inputs in (torch.full_like(given["x"], 3.0), given["x"]):  # the second step's products are not the first's
         step += 1
         out = skinny_linear(inputs, given["weight"], config=config, **options)
@@ -186,7 +197,7 @@ def check_rows(case: str, slots: list[int], device: str, dtype: torch.dtype) -> 
     plain = given["x"].float()
     if norm is not None:
         plain = plain * torch.rsqrt((plain * plain).mean(1, keepdim=True) + norm[1]) * norm[0].float()
-    product = plain @ given["weight"].float().T
+    product = plain @ full.T
     add_low_rank_torch(product, plain, of_rows, LowRank(w.a.float(), w.b.float(), w.ends, ranks))
     if silu:
         gate, up = product.chunk(2, dim=1)

@@ -187,6 +187,14 @@ def test_a_file_that_comes_first_takes_memory_of_which_a_part_is_ready(monkeypat
     assert not memory.prepare(), "it is another's now"
 
 
+def test_memory_that_no_thread_can_touch_is_taken_as_it_is():
+    memory = ReadyMemory(threads=2)
+    memory._pool.shutdown()
+    memory.expect(10 << 20)
+    assert not memory.prepare()
+    assert len(memory.take(10 << 20)) == 10 << 20
+
+
 def test_memory_that_cannot_be_had_is_done_without(monkeypatch):
     memory = ReadyMemory()
     memory.expect(ready_memory.MOST + 1)

@@ -413,11 +413,11 @@ def expand_row(
     if now >= 0:
         own_rank = tl.load(ranks + now)
     if own_rank > 0:
-        of_column = _part_of(n, second, third)
-        for part in range(_part_of(first, second, third), _part_of(first + OUTPUTS - 1, second, third) + 1):
+        of_column, first_part = _part_of(n, second, third), _part_of(first, second, third)
+        for part in range(first_part, _part_of(first + OUTPUTS - 1, second, third) + 1):
             if part * rank < width:
                 for of_ranks in range(0, own_rank, RANKS):
-                    if of_ranks + part > 0:
+                    if (of_ranks > 0) | (part > first_part):
                         weights = _row_factors(n, now, b, num_outputs, rank, of_ranks, RANKS)
                     r, split = of_ranks + tl.arange(0, RANKS), tl.arange(0, SPLITS)
                     at = inner + (row * splits + tl.minimum(split, splits - 1)[:, None]) * width + part * rank

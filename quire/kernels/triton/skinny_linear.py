@@ -169,7 +169,7 @@ def _gemv_kernel(
         factor, factor_up = squares0, squares0
         if GROUP_N > 0:
             # The tile's outputs share their scales, so x is multiplied by these instead of the weights.
-            first = tl.program_id(0) * BLOCK_N
+            first = block * BLOCK_N
             factor = scales_of(w_scale, first // GROUP_N, start, K, BLOCK_K, GROUP_K)
             if SILU:
                 factor_up = scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
@@ -483,8 +483,11 @@ def skinny_linear(
     if config.kind == "gemv":
         assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
+        if terms is not None:  # or programs would wait for what nobody writes
+            w = terms.w
+            assert w.terms is not None and rows <= MAX_FUSED_ROWS and x_scale is None
+            assert w.b.shape[1] == weight.shape[0] and w.a.shape[2] == k
         factors, sizes, of_terms = _given(terms, rows, k, config.warps)
-        assert terms is None or rows <= MAX_FUSED_ROWS
         _gemv_kernel[(sizes[0] + sizes[1] + tiles,)](
             x, weight, y, bias, residual, gain, weight_scale, x_scale, *factors, rows, k, n, x.stride(0), eps, *sizes,
             ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
@@ -520,8 +523,8 @@ def _given(
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, int]]:
     """Arguments of the gemv kernel."""
     if terms is None:
-        none = ("SPLITS", "SPLIT_INPUTS", "SPLIT_RANKS", "SPLITS_EVEN", "RANKS", "OUTPUTS")
-        return (None,) * 7, (0,) * 7, dict.fromkeys(none, 0)
+        names = ("SPLITS", "SPLIT_INPUTS", "SPLIT_RANKS", "SPLITS_EVEN", "RANKS", "OUTPUTS")
+        return (None,) * 7, (0,) * 7, dict.fromkeys(names, 0)
     w = terms.w
     splits, inputs = row_splits(num_inputs)
     factors = ROW_FACTORS * warps

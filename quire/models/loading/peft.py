@@ -62,6 +62,7 @@ _EXPERTS = re.compile(r"(?:[\w.]{1,64}\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?expe
 Array = np.ndarray
 PREFIX = "base_model.model."
 BATCH = 32  # modules that a thread takes at once
+MOST_UNSEEN = 1 << 28  # bytes of a file that are read while its header is: of a larger one the header comes first
 # Threads at most, and cores for each: few where steps compute on the same cores.
 THREADS, THREADS_BESIDE_STEPS = (8, 2), (4, 4)
 
@@ -322,6 +323,8 @@ def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stor
     """And hashes of all that is stored."""
     if (folder / SAFETENSORS).is_file():
         listed = pool.submit(read_entries, folder / SAFETENSORS)  # hundreds of names, read beside the rest
+        if (folder / SAFETENSORS).stat().st_size > MOST_UNSEEN:
+            listed.result()
         data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
         entries = listed.result()
         # The header may be of before a trainer saved anew: what is hashed is what tensors are taken from where.
