@@ -110,7 +110,7 @@ MUTANTS = (
         "if False:\n                    self._link(self._head, block)",
         BLOCKS,
     ),
-    Mutant(POOL, "if b.ref == 0 and b is not self.null_block", "if b is not self.null_block", SCHEDULING + BLOCKS),
+    Mutant(POOL, "sum(b.ref == 0 and b is not self.null_block", "sum(b is not self.null_block", SCHEDULING + BLOCKS),
     Mutant(
         GROUPS,
         "max(0, next_query - self.window + 1) // self.block_size",
@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
     Mutant(REQUEST, "return bool(pooling.skip_reading_prefix_cache)", "return False", POOLING),
-    Mutant(RESULTS, "live & frame.pooled", "frame.pooled", POOLING),
+    Mutant(RESULTS, "live & pooled", "pooled", POOLING),
     # Engine
     Mutant(INPUT, "else self.max_model_len - 1", "else self.max_model_len", INPUTS),
     Mutant(INPUT, "else token_ids[-keep:]", "else token_ids[:keep]", INPUTS),

@@ -114,7 +114,7 @@ class ResultReader:
         sampled = np.flatnonzero(live & frame.samples)
         if frame.pooled is not None and not len(sampled) and not output.prompt_logprobs:
             result = AppliedStep(EngineCoreOutputs.ended([], FinishReason.NONE), stale)
-            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
+            self._read_pooled(frame.rows, live, frame.pooled, output, result)
             return result
         rows = frame.rows[sampled]
         if frame.drafts is None:
@@ -158,13 +158,14 @@ class ResultReader:
             result.failed = list(run.requests[rows[missing]])
             fail_without_token(outputs, missing)
         if frame.pooled is not None:
-            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
+            self._read_pooled(frame.rows, live, frame.pooled, output, result)
         return result
 
     def _read_pooled(
-        self, rows: np.ndarray, places: np.ndarray, output: ModelRunnerOutput, result: AppliedStep
+        self, rows: np.ndarray, live: np.ndarray, pooled: np.ndarray, output: ModelRunnerOutput, result: AppliedStep
     ) -> None:
-        """Requests at `places` of the plan end with their pooled vectors, as rows behind those that got tokens."""
+        """Requests of the plan that pool end with their vectors, as rows behind those that got tokens."""
+        places = np.flatnonzero(live & pooled)
         outputs, rows, first = result.outputs, rows[places], len(result.outputs.index)
         outputs.index = np.concatenate([outputs.index, self._running.index[rows]])
         outputs.offsets = np.concatenate([outputs.offsets, np.full(len(rows), outputs.offsets[-1])])
