@@ -68,7 +68,7 @@ class HostMemory:
 
     @property
     def num_ready(self) -> int:
-        return sum(len(part) for part in list(self.parts))
+        return min(len(self.parts) * self.slots_per_part, self.num_slots)  # every step asks, and parts are hundreds
 
     def runs(self, slots: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
         """Views [n, layers, page] of neighbouring slots, each with the place of its first in `slots`."""
