@@ -142,11 +142,6 @@ class BlockPool:
             listener(block.id, key)
         return True
 
-    def unregister(self, block: KVCacheBlock) -> None:
-        if block.key is not None:
-            del self._cached[block.key]
-            block.key = None
-
     def unregister_all(self) -> None:
         """Evict all content. Blocks that had any are reused before those never used: their memory is resident."""
         for block in self._cached.values():

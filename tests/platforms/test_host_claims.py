@@ -163,7 +163,12 @@ def test_pinning_pauses_for_those_who_launch(monkeypatch):
     clock, pinned, pauses = iter(range(100)), torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: pinned(shape, dtype=dtype))
     monkeypatch.setattr(host_memory.time, "perf_counter", lambda: next(clock))
-    stop = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
     parts: list[torch.Tensor] = []
-    host_memory._pin(parts, [(2, 3)] * 3, torch.uint8, stop, None)
-    assert len(parts) == 3 and pauses == [host_memory.PAUSES] * 3
+    wanted = SimpleNamespace(wait=pauses.append)
+    host_memory._pin(parts, [(2, 3)] * 3, torch.uint8, threading.Event(), wanted, None)
+    assert len(parts) == 3 and pauses == [host_memory.PAUSES] * 2
+
+
+@pytest.mark.parametrize(("mib", "slots"), [(2, 32), (1.75, 36), (23, 11), (65, 3), (300, 1)])
+def test_parts_are_nearly_filled(mib, slots):
+    assert host_memory._slots_of_a_part(int(mib * 2**20)) == slots

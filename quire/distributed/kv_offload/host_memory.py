@@ -13,7 +13,8 @@ from quire.platforms.host_claims import HeldClaim
 
 logger = logging.getLogger("quire")
 
-PART_BYTES = 1 << 26  # pinned at once; torch rounds up to a power of two
+# Pinned at once. Torch rounds up to a power of two: the smallest of these that slots nearly fill.
+PART_BYTES, MIN_FILLED = (1 << 26, 1 << 27, 1 << 28), 0.95
 # Pauses, of the time that a part took: the driver holds up launches while it pins, and whoever asks again at once is
 # served before those who wait (seen: a first token after two seconds).
 PAUSES = 2
@@ -36,6 +37,7 @@ class HostMemory:
         self.slot_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
         self.parts: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None  # while it allocates
+        self._wanted = threading.Event()  # by one that waits: no pauses from here on
         self._end: Callable[[], object] | None = None
         if not pinned:
             # numpy maps zero pages, which cost nothing until used.
@@ -51,15 +53,15 @@ class HostMemory:
                 logger.warning("other engines claim host memory: a CPU tier of %.2f GiB", held.size / 2**30)
                 num_slots = granted
         self.num_slots = num_slots
-        self.slots_per_part = max(1, PART_BYTES // self.slot_bytes)
+        self.slots_per_part = _slots_of_a_part(self.slot_bytes)
         sizes = [self.slots_per_part] * (num_slots // self.slots_per_part)
         sizes += [left] if (left := num_slots % self.slots_per_part) else []
         shapes, stop = [(size, *self.shape) for size in sizes], threading.Event()
-        arguments = (self.parts, shapes, self.dtype, stop, held)
+        arguments = (self.parts, shapes, self.dtype, stop, self._wanted, held)
         self._thread = thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
         thread.start()
         # A thread inside torch while the interpreter exits aborts the process.
-        self._end = weakref.finalize(self, _stop, stop, thread, held)
+        self._end = weakref.finalize(self, _stop, stop, self._wanted, thread, held)
 
     def close(self) -> None:
         """No more is allocated, nor claimed."""
@@ -84,8 +86,14 @@ class HostMemory:
         while number >= len(self.parts):
             if self._thread is None or not self._thread.is_alive():
                 raise RuntimeError("host memory for the KV cache could not be pinned")
+            self._wanted.set()
             self._thread.join(0.001)
         return self.parts[number]
+
+
+def _slots_of_a_part(slot_bytes: int) -> int:
+    filled = [size for size in PART_BYTES if size // slot_bytes * slot_bytes >= MIN_FILLED * size]
+    return max(1, (filled[0] if filled else PART_BYTES[-1]) // slot_bytes)
 
 
 def _pin(
@@ -93,8 +101,10 @@ def _pin(
     shapes: list[tuple[int, ...]],
     dtype: torch.dtype,
     stop: threading.Event,
+    wanted: threading.Event,
     held: HeldClaim | None,
 ) -> None:
+    used = 0
     try:
         for shape in shapes:
             if stop.is_set():
@@ -102,17 +112,20 @@ def _pin(
             began = time.perf_counter()
             parts.append(torch.empty(shape, dtype=dtype, pin_memory=True))
             seconds = time.perf_counter() - began
+            used += parts[-1].nbytes
             if held is not None:
-                held.use(sum(part.nbytes for part in parts))
-            stop.wait(PAUSES * seconds)
+                held.use(used)
+            if len(parts) < len(shapes):
+                wanted.wait(PAUSES * seconds)
     except RuntimeError as error:
         logger.warning("host memory for the KV cache: %d of %d parts pinned: %s", len(parts), len(shapes), error)
         if held is not None:
-            held.settle(sum(part.nbytes for part in parts))
+            held.settle(used)
 
 
-def _stop(stop: threading.Event, thread: threading.Thread, held: HeldClaim | None) -> None:
+def _stop(stop: threading.Event, wanted: threading.Event, thread: threading.Thread, held: HeldClaim | None) -> None:
     stop.set()
+    wanted.set()
     thread.join()
     if held is not None:
         held.release()
