@@ -1,12 +1,12 @@
 """Flags of the engine: what each of them changes, in an engine started with it."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.messages.sampling_params import RequestOutputKind
 from quire.messages.structured import StructuredOutputsParams
 from quire.metrics.kinds import Histogram
 from quire.models.llama import LlamaForCausalLM
@@ -221,20 +221,12 @@ def test_sizes_of_graphs() -> None:
         EngineConfig.from_kwargs(cudagraph_capture_sizes=[0])
 
 
-def test_tokens_come_in_parts(tiny: Path) -> None:
-    """The first at once, then by threes, then what is left."""
-
-    async def parts(*words: str) -> list[int]:
-        from quire.engine.async_llm import AsyncLLM
-        from quire.messages.sampling_params import RequestOutputKind
-
-        given = arguments(str(tiny), "--device", "cpu", "--num-gpu-blocks-override", "64", *words)
-        engine = AsyncLLM(EngineConfig.from_kwargs(**given))
-        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-        try:
-            return [len(o.outputs[0].token_ids) async for o in engine.generate(PROMPT, params, "a")]
-        finally:
-            engine.shutdown()
-
-    found = asyncio.run(parts("--stream-interval", "3"))
-    assert sum(found) == 9 and found[0] == 1 and len(found) <= 4
+def test_tokens_come_in_parts(start: Start) -> None:
+    """The first at once, then by threes, then what is left; a stream whose reader is slow gets larger parts."""
+    engine = start("--stream-interval", "3").llm_engine
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("a", PROMPT, params)
+    parts = []
+    while engine.has_unfinished_requests():
+        parts += [len(output.outputs[0].token_ids) for output in engine.step()]
+    assert parts == [1, 3, 3, 2]
