@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels import native
+from quire.kernels.add import add
+from quire.kernels.invariant_linear import invariant_linear
 from quire.kernels.moe import (
     Activation,
     ExpertWeights,
@@ -20,9 +22,9 @@ from quire.kernels.moe import (
     sum_experts,
 )
 from quire.kernels.moe_routing import Routing, route_torch
-from quire.kernels.moe_table import GroupedConfig, max_fused_rows
+from quire.kernels.moe_table import MAX_FUSED_ROWS, GroupedConfig, max_fused_rows
 from quire.kernels.native import moe as native_moe
-from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.rms_norm import RMSNormParams, rms_norm
 from quire.layers.expert_terms import ExpertTerms
 from quire.layers.load_slot import LoadSlot, Slots, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
@@ -121,6 +123,10 @@ class FusedMoE(nn.Module):
         correction_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
+        if self.tiles is not None:
+            x = rms_norm(stream, *norm)
+            out = self._local(x, invariant_linear(x, router_weight, router_bias), correction_bias)
+            return out if residual is None else add(out, residual)
         out = fused_layer(
             stream,
             norm,
@@ -140,7 +146,9 @@ class FusedMoE(nn.Module):
 
     @property
     def max_fused_rows(self) -> int:
-        if not self.backend.fuses_layer or self.tiles is not None:
+        if self.tiles is not None:
+            return MAX_FUSED_ROWS
+        if not self.backend.fuses_layer:
             return 0
         return max_fused_rows((self.num_experts, self.routing.slots, self.hidden_size, self.width))
 

@@ -15,6 +15,8 @@ from quire.models.decoder import DecoderModel
 from quire.quantization.unquantized import InvariantLinearMethod, UnquantizedLinearMethod
 
 BACKEND = "triton_invariant"
+ANY_ROWS = 1 << 31
+KERNEL_ROW_COUNTS = tuple(1 << i for i in range(12))  # at which tiles, or programs for their slabs, change
 
 
 def invariant_backend(requested: str | None) -> str:
@@ -55,7 +57,9 @@ def make_invariant(model: LanguageModel) -> None:
             raise refused(f"{type(module).__name__}, quantized experts, have no such kernels yet; use {_DEQUANTIZED}")
         elif isinstance(module, nn.Linear):
             raise refused(f"{name} has layers of torch's")
-    model.max_fused_rows = 0
+    # Fused layers or not, but the same for all numbers of rows.
+    model.max_fused_rows = ANY_ROWS if model.max_fused_rows_of_layers() else 0
+    model.kernel_row_counts = tuple(sorted({*model.kernel_row_counts, *KERNEL_ROW_COUNTS}))
 
 
 _DEQUANTIZED = "--quantization dequantized, or an unquantized checkpoint"

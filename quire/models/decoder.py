@@ -181,9 +181,12 @@ class DecoderModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, angles = self._first_stream(input_ids, positions, inputs_embeds)
         *before, last = self._layers()
-        x, residual = self._through(before, x, angles, ctx)
         rotary = self.rotary_of_layer[-1]
-        return last.write(x, residual, None if rotary is None else angles[rotary], ctx)
+        last_angles = None if rotary is None else angles[rotary]
+        if len(x) <= self.max_fused_rows:
+            return last.write_fused(self._through_fused(before, x, angles, ctx), last_angles, ctx)
+        x, residual = self._through(before, x, angles, ctx)
+        return last.write(x, residual, last_angles, ctx)
 
     def forward_last(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         *_, last = self.layers
@@ -229,14 +232,20 @@ class DecoderModel(nn.Module):
         return x, residual
 
     def _forward_fused(self, stream: torch.Tensor, angles: list[Angles], ctx: ForwardContext) -> torch.Tensor:
+        stream = self._through_fused(list(self._layers()), stream, angles, ctx)
+        if ctx.streams is not None:
+            _set_last(ctx.streams, lambda: stream)
+        return self.norm(stream) if self.stage.is_last else stream
+
+    def _through_fused(
+        self, layers: Sequence[DecoderLayer], stream: torch.Tensor, angles: list[Angles], ctx: ForwardContext
+    ) -> torch.Tensor:
         streams = ctx.streams
-        for i, (layer, rotary) in enumerate(zip(self._layers(), self.rotary_of_layer, strict=True)):
+        for i, (layer, rotary) in enumerate(zip(layers, self.rotary_of_layer, strict=False)):
             if streams is not None and i in streams:
                 streams[i] = stream
             stream = layer.forward_fused(stream, None if rotary is None else angles[rotary], ctx)
-        if streams is not None:
-            _set_last(streams, lambda: stream)
-        return self.norm(stream) if self.stage.is_last else stream
+        return stream
 
     @property
     def hidden_size(self) -> int:
@@ -339,9 +348,12 @@ class DecoderModel(nn.Module):
                 module.process_after_loading()
         if self.stage.is_last:
             self.process_output(total)
-        self.max_fused_rows = min((layer.max_fused_rows for layer in self._layers()), default=0)
+        self.max_fused_rows = self.max_fused_rows_of_layers()
         own = {count for module in self.layers.modules() for count in getattr(module, "kernel_row_counts", ())}
         self.kernel_row_counts = tuple(sorted(own.union(self.kernel_row_counts)))
+
+    def max_fused_rows_of_layers(self) -> int:
+        return min((layer.max_fused_rows for layer in self._layers()), default=0)
 
     def process_output(self, num_parameters: int) -> None:
         extra = sum(p.numel() for p in self.lm_head.parameters()) if self.has_tied_head else 0

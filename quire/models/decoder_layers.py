@@ -137,6 +137,13 @@ class SelfAttention(nn.Module):
         assert isinstance(self.attn, Attention)
         return self.o_proj(self.attn.attend(q, ctx))
 
+    def write_fused(
+        self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """`write` of norm(stream), if it `fuses`."""
+        assert isinstance(self.attn, Attention)
+        return self.attn.write(self.qkv_proj.fused(stream, norm=norm), ctx, angles, self.qk_norm_params())
+
     def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """stream + attention, if it `fuses`."""
         assert isinstance(self.attn, Attention)
@@ -284,8 +291,14 @@ class DecoderLayer(nn.Module):
     def attend(self, q: torch.Tensor, residual: torch.Tensor, ctx: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
         return self._after_attention(self.self_attn.attend(q, ctx), residual)
 
+    def write_fused(
+        self, stream: torch.Tensor, angles: Angles | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`write` in fewer kernel launches, for at most `max_fused_rows` rows, as `attend_fused` is for `attend`."""
+        assert isinstance(self.attention_norm, RMSNorm)
+        return self.self_attn.write_fused(stream, self.attention_norm.params, angles, ctx), stream
+
     def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """The same in fewer kernel launches, for few rows on a GPU."""
         assert isinstance(self.mlp_norm, RMSNorm)
         return self.mlp.forward_fused(self.self_attn.attend_fused(q, stream, ctx), self.mlp_norm.params)
 

@@ -107,7 +107,12 @@ class LatentSelfAttention(nn.Module):
     def forward_fused(
         self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
     ) -> torch.Tensor:
-        return self.attend_fused(self._write(self.in_proj.fused(stream, norm=norm), angles, ctx), stream, ctx)
+        return self.attend_fused(self.write_fused(stream, norm, angles, ctx), stream, ctx)
+
+    def write_fused(
+        self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
+    ) -> torch.Tensor:
+        return self._write(self.in_proj.fused(stream, norm=norm), angles, ctx)
 
     def attend_fused(self, q: torch.Tensor, stream: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.o_proj.fused(self.attn.attend(q, ctx), residual=stream)

@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.kernels.invariant_linear import invariant_linear
+from quire.kernels.invariant_linear import can_fuse, invariant_linear
+from quire.kernels.lora import RowTerms
 from quire.kernels.packed_linear import Multiply, Panels, pack_weight
-from quire.kernels.skinny_linear import (
-    linear,
-    prepare_skinny_linear,
-)
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.skinny_linear import linear, prepare_skinny_linear
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
 from quire.quantization.fused_linear import FusedLinearMixin
@@ -78,13 +77,27 @@ class UnquantizedLinearMethod(FusedLinearMixin):
 
 @dataclass(frozen=True)
 class InvariantLinearMethod(UnquantizedLinearMethod):
-    """A row's products are added in one order, whatever rows are multiplied with it; nothing is fused."""
+    """A row's products are added in one order, whatever rows are multiplied with it, of which there may be any number
+    in fused layers, too."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return invariant_linear(x, layer.weight, bias)  # type: ignore[arg-type]
 
     def can_fuse(self, layer: nn.Module) -> bool:
-        return False
+        return can_fuse(layer.weight)  # type: ignore[arg-type]
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+        terms: RowTerms | None = None,
+    ) -> torch.Tensor:
+        assert terms is None and isinstance(layer.weight, torch.Tensor)
+        return invariant_linear(x, layer.weight, bias, norm=norm, residual=residual, silu=silu)
 
 
 class Unquantized:

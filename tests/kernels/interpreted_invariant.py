@@ -6,6 +6,7 @@ import torch
 import tests.kernels.interpreter_fix  # noqa: F401
 from quire.kernels.invariant_linear import invariant_linear
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape, paged_attention
+from quire.kernels.skinny_linear import skinny_linear_torch
 from quire.kernels.triton import invariant_attention as attention
 from quire.kernels.triton import invariant_linear as kernel
 from quire.kernels.triton.skinny_linear import SplitWorkspace
@@ -27,10 +28,33 @@ def test_a_row_has_the_same_bits_beside_any_others(rows, dtype):
     torch.testing.assert_close(whole.float(), wanted, atol=5e-2, rtol=1e-2)
     assert torch.equal(invariant_linear(x[:rows], weight, bias), whole[:rows])
     assert torch.equal(invariant_linear(x[200 - rows :], weight, bias), whole[200 - rows :])  # elsewhere in a tile
-    assert kernel.slabs_of(150, 600, 128, 64)[0] > 1
+    assert kernel.Slabs.of(150, 600).count == 2
     for split in (False, True):
-        assert torch.equal(kernel.invariant_linear(x[:rows], weight, bias, False, split), whole[:rows])
+        args = (x[:rows], weight, bias, None, None, False, False)
+        assert torch.equal(kernel.invariant_linear(*args, few=False, split=split), whole[:rows])
     assert not SplitWorkspace.of(x.device).arrived.any()
+
+
+@pytest.mark.parametrize(("outputs", "slabs"), [(40, 8), (100, 4), (200, 2), (400, 1)])
+@pytest.mark.parametrize("inputs", [2048, 2000])
+@pytest.mark.parametrize("fused", ["norm", "silu", "both", "residual"])
+def test_fused_products_of_few_rows_have_the_bits_of_many(outputs, slabs, inputs, fused, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH", 320 * (2 if fused in ("silu", "both") else 1))
+    torch.manual_seed(0)
+    rows, silu, dtype = 18, fused in ("silu", "both"), torch.float16
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs * (2 if silu else 1), inputs).to(dtype) / 30
+    norm = (torch.rand(inputs) + 0.5, 1e-6) if fused in ("norm", "both") else None
+    residual = torch.randn(rows, outputs).to(dtype) if fused == "residual" else None
+    assert kernel.Slabs.of(len(weight), inputs).count == slabs
+    many = invariant_linear(x, weight, norm=norm, residual=residual, silu=silu)
+    wanted = skinny_linear_torch(x.float(), weight.float(), norm=norm, residual=residual, silu=silu)
+    torch.testing.assert_close(many.float(), wanted, atol=2e-2, rtol=1e-2)
+    for first, count in ((0, 1), (3, 2), (4, 4), (9, 1)):
+        few = slice(first, first + count)
+        own = None if residual is None else residual[few].contiguous()
+        args = (x[few], weight, None, norm, own, silu, False)
+        for is_few in (True, False):
+            assert torch.equal(kernel.invariant_linear(*args, few=is_few), many[few]), (first, count, is_few)
 
 
 FEATURES = {

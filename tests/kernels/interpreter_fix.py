@@ -22,14 +22,21 @@ class Int(int, metaclass=AnyInt):
 vars(interpreter)["int"] = Int
 
 
+STEP = 16  # products that one matrix instruction adds
+
+
 def create_dot_in_float64(self, a, b, d, *precision):
     """numpy adds up a row's products in an order that depends on its place in the tile, on some processors, whereas a
-    GPU does not: rounded from float64 the bits are equal."""
+    GPU does not: rounded from float64 the bits are equal. Sums are rounded where a GPU's instructions end."""
     if d.data.dtype != np.float32:
         return create_dot(self, a, b, d, *precision)
-    zero = interpreter.TensorHandle(np.zeros_like(d.data, np.float64), tl.float64)
-    product = create_dot(self, a, b, zero, *precision).data.astype(np.float32)
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    total = d.data
+    zero = interpreter.TensorHandle(np.zeros_like(total, np.float64), tl.float64)
+    for k in range(0, a.data.shape[-1], STEP):
+        left = interpreter.TensorHandle(a.data[..., k : k + STEP], a.dtype)
+        right = interpreter.TensorHandle(b.data[..., k : k + STEP, :], b.dtype)
+        total = total + create_dot(self, left, right, zero, *precision).data.astype(np.float32)
+    return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
 interpreter.InterpreterBuilder.create_dot = create_dot_in_float64

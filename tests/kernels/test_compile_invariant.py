@@ -3,57 +3,78 @@
 import re
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
-from triton.compiler import ASTSource  # noqa: E402
-
 from quire.kernels.dispatch import INTERPRETED  # noqa: E402
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape  # noqa: E402
 from quire.kernels.triton import invariant_attention, invariant_linear  # noqa: E402
-from tests.kernels.test_compile import FLOAT, HALF, HOPPER, INT, compiled  # noqa: E402
+from tests.kernels.launched import Launched, launched  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 
 
-def matrix_layouts(kernel) -> set[str]:
-    return set(re.findall(r"#ttg\.nvidia_mma<.*?>|#ttg\.nvidia_mma.*", kernel.asm["ttgir"]))
+def linear(monkeypatch, rows: int, outputs: int, inputs: int, **how: bool) -> list[Launched]:
+    x, weight = torch.empty(rows, inputs).bfloat16(), torch.empty(outputs, inputs).bfloat16()
+    norm = (torch.empty(inputs).bfloat16(), 1e-6) if how.get("norm") else None
+    residual = torch.empty(rows, outputs).bfloat16() if how.get("residual") else None
+    return launched(
+        monkeypatch,
+        lambda: invariant_linear.invariant_linear(x, weight, None, norm, residual, how.get("silu", False)),
+    )
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_linear(split):
-    types = {"x": HALF, "w": HALF, "y": HALF, "partial": FLOAT, "arrived": INT}
-    block_m, block_n, block_k = invariant_linear.HALF_TILE
-    constants = {
-        "bias": None, "SLABS": 4, "SLAB": 512, "SPLIT": split, "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "STAGES": 4, "EVEN_K": True, "HAS_BIAS": False, "PDL": True,
-    }  # fmt: skip
-    kernel = compiled(invariant_linear._invariant_linear_kernel, types, constants, stages=4)
-    assert "wgmma.mma_async.sync.aligned.m64n64k16" in kernel.asm["ptx"]
+PRODUCTS = [  # of layers like Qwen3-0.6B's and Llama-3-8B's
+    (4096, 1024, {"norm": True}),
+    (1024, 3072, {"residual": True}),
+    (6144, 1024, {"norm": True, "silu": True}),
+    (6144, 4096, {}),
+    (4096, 14336, {"residual": True}),
+    (28672, 4096, {"norm": True, "silu": True}),
+]
 
 
-def attention(decode: bool, split: bool):
-    kernel = invariant_attention._invariant_kernel
-    pointers = ["query_blocks", "rows", "query_start", "seq_lens", "block_table", "arrived"]
-    types = dict.fromkeys(pointers, INT) | dict.fromkeys(("q", "out", "kv_cache", "token_scales"), HALF)
-    types |= dict.fromkeys(("partial_out", "partial_sum", "slopes", "sinks"), FLOAT)
-    types |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32") | {"table_stride": "i32", "splits": "i32"}
-    constants = {
-        "H": 16, "KV": 8, "D": 128, "DP": 128, "BLOCK_SIZE": 16, "BLOCK_M": 64, "QUERIES": 1 if decode else 32,
-        "TILE": 64, "DECODE": decode, "DECODE_ONLY": decode, "SPLIT": split, "WINDOW": 0, "SOFTCAP": False,
-        "ALIBI": False, "SINKS": False, "PAGE": 0, "SCALE_PAGE": 0, "V_SCALED": False, "MAX_PARTS": 32, "PDL": True,
-    }  # fmt: skip
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in signature[name]}
-    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
-    return triton.compile(source, target=HOPPER, options=options)
+@pytest.mark.parametrize(("outputs", "inputs", "how"), PRODUCTS)
+def test_products_of_any_rows_are_by_the_same_instructions(monkeypatch, tmp_path, outputs, inputs, how):
+    """The weight is the left operand, 16 inputs are one instruction's; only the number of its columns differs."""
+    kinds = set()
+    for rows in (1, 4, 16, 64, 256, 2048):
+        for each in linear(monkeypatch, rows, outputs, inputs, **how):
+            assert each.fits and each.spilled_bytes(tmp_path) < 128, (each.name, rows)
+            code = each.kernel.asm["ptx"]
+            products = set(re.findall(r"wgmma\.mma_async\.\S+\.m64n\d+k16", code))
+            squares = set(re.findall(r"mma\.sync\.\S+\.m\d+n\d+k\d+", code))
+            assert each.name == "_norm_kernel" or products, (each.name, rows)
+            assert squares <= {"mma.sync.aligned.m16n8k16"}, (each.name, rows)
+            assert bool(squares) == (bool(how.get("norm")) and each.name != "_many_kernel"), (each.name, rows)
+            kinds.add(each.name)
+    assert kinds == {"_few_kernel", "_many_kernel"} | ({"_norm_kernel"} if how.get("norm") else set())
 
 
-def test_attention_of_prompts_and_decode_rows_is_by_the_same_instructions():
-    kernels = [attention(False, False), attention(True, False), attention(True, True)]
-    products = [set(re.findall(r"wgmma\.mma_async\S+", kernel.asm["ptx"])) for kernel in kernels]
-    assert products[0] and products.count(products[0]) == len(products)
-    layouts = [matrix_layouts(kernel) for kernel in kernels]
-    assert layouts[0] and layouts.count(layouts[0]) == len(layouts)
-    assert not any("fma.rn.f32" in kernel.asm["ptx"] for kernel in kernels)  # products and sums are rounded each
+def attention(monkeypatch, queries: int, splits: int, group: int = 2, size: int = 128) -> Launched:
+    """`queries` of a block; 0: for rows of one query."""
+    heads = 8 * group
+    space = invariant_attention.PartsWorkspace(64, [AttentionShape(heads, 8, size)], torch.device("cpu"))
+    q, cache = torch.empty(4, heads, size).bfloat16(), torch.empty(4, 2, 8, 16, size).bfloat16()
+    row = torch.zeros(4, dtype=torch.int32)
+    batch = (row, row if queries else None, row, row.view(1, 4), space, AttentionFeatures(0.1))
+    blocks = row.view(2, 2) if queries else None
+
+    def call():
+        invariant_attention.invariant_attention(q, q, cache, blocks, *batch, queries=queries or 1, splits=splits)
+
+    (found,) = launched(monkeypatch, call)
+    return found
+
+
+@pytest.mark.parametrize(("group", "size"), [(2, 128), (4, 128), (1, 64), (8, 256)])
+def test_attention_of_prompts_and_decode_rows_is_by_the_same_instructions(monkeypatch, tmp_path, group, size):
+    queries = invariant_attention.queries_per_block(group, torch.bfloat16)
+    kernels = [attention(monkeypatch, *each, group, size) for each in ((queries, 1), (0, 1), (0, 4))]
+    for each in kernels:
+        assert each.fits and each.spilled_bytes(tmp_path) < 128  # outside of the loops
+        code = each.kernel.asm["ptx"]
+        assert set(re.findall(r"(?:wgmma|mma)\S*\.m\d+n\d+k\d+", code)) == {"mma.sync.aligned.m16n8k16"}
+        assert "fma.rn.f32" not in code  # products and sums are rounded each
+        # Nothing is summed but by these instructions, whose order is that of the keys.
+        assert not re.findall(r"(?<!@)redux|arith.addf[^\n]*\n[^\n]*tt.reduce.return", each.kernel.asm["ttgir"])

@@ -77,3 +77,32 @@ def test_a_cpu_accepts_it(tmp_path):
     with LLM(str(tmp_path), batch_invariant=True, skip_tokenizer_init=True, use_tqdm_on_load=False) as llm:
         made = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(made[0].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_fused_for_any_number_of_tokens_compute_the_same(family, tmp_path, monkeypatch):
+    """As on a GPU, where each product takes norm, activation and residual; here by the torch references."""
+    from quire import LLM, SamplingParams
+    from quire.models.loading import loader
+    from quire.worker import worker
+
+    save_tiny(family, tmp_path)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + count))} for count in (2, 9, 150)]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    options = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
+    models = []
+
+    def load(*args, **kwargs):
+        models.append(loader.load_model(*args, **kwargs))
+        make_invariant(models[-1])
+        return models[-1]
+
+    def generated():
+        with LLM(str(tmp_path), **options) as llm:
+            return [list(made.outputs[0].token_ids) for made in llm.generate(prompts, params, use_tqdm=False)]
+
+    wanted = generated()
+    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr("quire.quantization.unquantized.can_fuse", lambda weight: True)
+    assert generated() == wanted
+    assert models[0].max_fused_rows > 150

@@ -38,6 +38,7 @@ def attend(
     ALIBI: tl.constexpr,
     PAGE: tl.constexpr,  # elements from a block of the cache to the next; used with SCALE_PAGE
     SCALE_PAGE: tl.constexpr,  # scales from a block to the next; 0: there are none of tokens
+    ORDERED: tl.constexpr = False,  # weights are added in an order that does not depend on M and the number of warps
 ):
     # Without soft-cap and ALiBi, scores are scaled in the multiply-add that the exponential needs anyway; scale > 0.
     # Otherwise the scale is applied with those.
@@ -86,7 +87,13 @@ def attend(
         base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weights = tl.math.exp2(scores * factor - base[:, None])
         shrink = tl.math.exp2(max_score - base)
-        total = total * shrink + tl.sum(weights, 1)
+        if ORDERED:
+            # By the matrix instructions, in the order of the keys; the columns are equal.
+            ones = tl.full([TILE, 16], 1.0, q.dtype)
+            added = tl.max(tl.dot(weights.to(q.dtype), ones, input_precision="ieee"), 1)
+        else:
+            added = tl.sum(weights, 1)
+        total = total * shrink + added
         if SCALE_PAGE > 0:
             weights *= v_scale[None, :]
         if MASKED or D != DP:

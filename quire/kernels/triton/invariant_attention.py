@@ -3,8 +3,11 @@
 Keys fall into parts at fixed places: 16 of 256, then 16 of 4,096, the last of any length. A part is summed by itself,
 in tiles that begin at multiples of their size, and parts are folded in order: by the program that computed them, or, of
 decode rows, by the last of several, which finds them in memory. A tile or part that a query does not see leaves its
-sums as they are, to the bit. One kernel with one shape of tile serves prompts and decode rows alike, compiled without
-contraction of products and sums, which would depend on the context.
+sums as they are, to the bit.
+
+Prompts and decode rows are served by the same instructions (those of 16 rows, which waste least on a decode row), and
+all that is summed is summed by them, so that tiles of queries may have different heights. No product and sum are
+contracted, which would depend on the context.
 """
 
 from collections.abc import Sequence
@@ -17,11 +20,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.dispatch import early_launch
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.triton.attend import attend, feature_flags, scale_arguments, score_scale, start
+from quire.kernels.triton.paged_decode import MAX_PROGRAMS
 from quire.kernels.workspace import Workspace
 
 SHORT, COUNT, LONG = tl.constexpr(256), tl.constexpr(16), tl.constexpr(4096)
 MAX_PARTS = 32
-PROGRAMS = 528  # target of a decode step; with more rows than that, a program has a row
+SPLIT_ROWS = 256  # of decode steps with more, a program has a whole row
 
 
 @triton.jit
@@ -135,18 +139,29 @@ def _invariant_kernel(
         if part < MAX_PARTS - 1:
             part_end = tl.minimum(_begin_of(part + 1), end)
         part_acc, part_max, part_total = start(sinks, head, real, BLOCK_M, DP, False)
+        masked_from = part_begin
+        if WINDOW == 0:
+            # Whole tiles that even the first query sees need no mask; without one their bits are the same.
+            seen = tl.minimum(part_end, context + first + 1)
+            masked_from = part_begin + tl.maximum(seen - part_begin, 0) // TILE * TILE
+            part_acc, part_max, part_total = attend(
+                vectors, part_acc, part_max, part_total, kv_cache, pages, kv_head, part_begin, masked_from, q_pos,
+                slope, scale, softcap, token_scales, KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI, PAGE,
+                SCALE_PAGE, ORDERED=True,
+            )  # fmt: skip
         part_acc, part_max, part_total = attend(
-            vectors, part_acc, part_max, part_total, kv_cache, pages, kv_head, part_begin, part_end, q_pos, slope,
+            vectors, part_acc, part_max, part_total, kv_cache, pages, kv_head, masked_from, part_end, q_pos, slope,
             scale, softcap, token_scales, KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
+            ORDERED=True,
         )  # fmt: skip
-        if SPLIT:
+        if SPLIT and num_parts > 1:
             place = (unit * MAX_PARTS + part - first_part) * G + m
             tl.store(partial_out + place[:, None] * D + columns[None, :], part_acc, mask=here)
             tl.store(partial_sum + place * 2, part_max, mask=real)
             tl.store(partial_sum + place * 2 + 1, part_total, mask=real)
         else:
             acc, max_score, total = _fold(acc, max_score, total, part_acc, part_max, part_total)
-    if SPLIT:
+    if SPLIT and num_parts > 1:
         tl.debug_barrier()  # every thread's part must be written before the split counts as arrived
         if tl.atomic_add(arrived + unit, 1, sem="acq_rel") != used - 1:
             return
@@ -170,19 +185,27 @@ class PartsWorkspace(Workspace):
 
     def __init__(self, max_rows: int, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         super().__init__(device)
-        units = max(min(max_rows, -(-PROGRAMS // s.num_kv_heads)) * s.num_kv_heads for s in shapes)
+        units = min(max_rows, SPLIT_ROWS) * max(s.num_kv_heads for s in shapes)
         sums = units * MAX_PARTS * max(s.group for s in shapes)
         self.partial_out = torch.empty(sums * max(s.head_size for s in shapes), dtype=torch.float32, device=device)
         self.partial_sum = torch.empty(sums * 2, dtype=torch.float32, device=device)
         self.arrived = self.new_counters(units)
 
 
-def block_m(group: int, dtype: torch.dtype) -> int:
-    return max(16 if dtype is torch.float32 else 64, triton.next_power_of_2(group))
-
-
 def queries_per_block(group: int, dtype: torch.dtype) -> int:
-    return block_m(group, dtype) // group
+    return _height(group, dtype, decode=False) // group
+
+
+def _height(group: int, dtype: torch.dtype, decode: bool) -> int:
+    """Of a tile of queries."""
+    return max(16 if decode or dtype is torch.float32 else 32, triton.next_power_of_2(group))
+
+
+def _warps(height: int, padded_head: int) -> int:
+    """Triton has other instructions for products of 64 rows, unless warps are fewer than four."""
+    if height >= 64:
+        return 2
+    return height // 8 * (2 if padded_head > 128 else 1)
 
 
 def invariant_attention(
@@ -198,9 +221,10 @@ def invariant_attention(
     features: AttentionFeatures,
     queries: int = 1,
     splits: int | None = None,
+    warps: int | None = None,
 ) -> None:
-    """Fills `out` for the queries of `query_blocks`, or of rows of one. `splits`: programs of a decode row; the result
-    is the same."""
+    """Fills `out` for the queries of `query_blocks`, or of rows of one. `splits`: programs of a decode row; neither it
+    nor `warps` changes the result."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     full, decode = q.dtype is torch.float32, query_blocks is None
@@ -209,7 +233,8 @@ def invariant_attention(
     if not decode:
         splits = 1
     elif splits is None:
-        splits = max(1, min(MAX_PARTS, PROGRAMS // (count * kv_heads)))
+        splits = max(1, min(MAX_PARTS, MAX_PROGRAMS // (count * kv_heads))) if count <= SPLIT_ROWS else 1
+    height = _height(num_heads // kv_heads, q.dtype, decode)
     _invariant_kernel[(count * kv_heads, splits)](
         q, out, kv_cache, query_blocks if query_blocks is not None else rows, rows,
         query_start if query_start is not None else rows, seq_lens, block_table, block_table.stride(0),
@@ -217,8 +242,10 @@ def invariant_attention(
         features.slopes if features.slopes is not None else q, features.sinks if features.sinks is not None else q,
         score_scale(features), features.softcap or 0.0, splits=splits,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
-        BLOCK_M=block_m(num_heads // kv_heads, q.dtype), QUERIES=queries, TILE=16 if full else 64,
+        BLOCK_M=height, QUERIES=queries, TILE=16 if full else 64,
         DECODE=decode, DECODE_ONLY=query_start is None, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
         WINDOW=features.window or 0, **feature_flags(features), **scale_arguments(features, kv_cache),
-        num_warps=8 if padded > 128 else 4, num_stages=2, enable_fp_fusion=False, **early_launch(q),
+        num_warps=warps or (8 if full and padded > 128 else 4 if full else _warps(height, padded)),
+        num_stages=2 if full else 3,
+        enable_fp_fusion=False, **early_launch(q),
     )  # fmt: skip

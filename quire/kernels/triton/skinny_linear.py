@@ -313,7 +313,7 @@ def _terms(n, row, terms, step, words, up_words, N, SILU: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
+def prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
     """Prefetch the first LINES cache lines of each row of a tile."""
     lines = rows + tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)[None, :]
     tl.inline_asm_elementwise(
@@ -375,9 +375,9 @@ def _dot_kernel(
     up_rows = w_rows + N.to(tl.int64) * K if SILU else w_rows
     if PDL:
         gdc_launch_dependents()
-        _prefetch(w_rows, begin, K, LINES, LINE)
+        prefetch(w_rows, begin, K, LINES, LINE)
         if SILU:
-            _prefetch(up_rows, begin, K, LINES, LINE)
+            prefetch(up_rows, begin, K, LINES, LINE)
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
     acc_up = acc
