@@ -84,6 +84,10 @@ PARTS = {
         ("-m benchmarks.gpu.together embeddings,adapters,deepseek-v2-lite --profile --out {out}/together",),
     ),
     "loading": Part("weights of a checkpoint 8 GB/s", ("-m benchmarks.loading --gigabytes 16",)),
+    "starts": Part(
+        "to the first token, kernels compiled: 0.5 s more with the CPU tier, 2 s more with --enable-lora",
+        ("-m benchmarks.gpu.starts --json {out}/starts.json",),
+    ),
     "card": Part(
         "0.6B: 0.60 ms, nano 27,500, prefill 460,000, start 13 / 5.5 s; 8B: nano 10,800, t512_128 39,000, prefill "
         "43,500; fp8: 2.5 ms, prefill 72,000",

@@ -62,19 +62,21 @@ def _metrics(runs: list[dict[str, float]], kind: str = "") -> list[Metric]:
     return [*found, Metric("start to first token" + kind, "s", totals, lower_is_better=True)]
 
 
-def start_cold(options: dict[str, Any]) -> dict[str, float]:
+def start_cold(options: dict[str, Any], prompt: Any = PROMPT) -> dict[str, float]:
     """One start that finds no compiled kernels; downloaded models stay."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         names = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         environment = process_environment({name: f"{folder}/{name}" for name in names})
         models = Path(XDG_CACHE_HOME.get() or "~/.cache").expanduser() / "huggingface"
         environment.setdefault("HF_HOME", str(models))
-        return start_once(options, environment)
+        return start_once(options, environment, prompt)
 
 
-def start_once(options: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, float]:
+def start_once(
+    options: dict[str, Any], environment: dict[str, str] | None = None, prompt: Any = PROMPT
+) -> dict[str, float]:
     """Seconds per phase of one fresh process."""
-    command = [sys.executable, "-m", "quire.bench.startup_child", json.dumps({"prompt": PROMPT, "options": options})]
+    command = [sys.executable, "-m", "quire.bench.startup_child", json.dumps({"prompt": prompt, "options": options})]
     start = time.time()  # the only clock that processes share on every platform
     child = subprocess.run(command, capture_output=True, text=True, env=environment)
     if child.returncode != 0:
