@@ -38,6 +38,7 @@ class Group:
         self._group, self._find_gone = process_group, find_gone
         self.alone = self.size == 1 and process_group is None  # collectives return what they are given
         self.capturable = self.alone  # whether a CUDA graph can contain its collectives
+        self._in_order = False
         self._counts: dict[str, Count] = {}
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # which must live until they are received
 
@@ -50,14 +51,28 @@ class Group:
         """The same ranks, by another of torch's process groups."""
         return Group(self.ranks, self.ranks[self.rank], process_group, self._find_gone)
 
+    def sum_in_order(self) -> None:
+        """From now on numbers are added in the ranks' order, on every rank: libraries add in one that depends on how
+        many there are. More is exchanged."""
+        self._in_order = True
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where that is possible."""
         if self.alone:
             return x
+        if self._in_order:
+            return self._ordered_sum(x)
         with self._exchange("all_reduce", x):
             host = x.cpu().contiguous()
             dist.all_reduce(host, group=self._group)
             return x if host is x else x.copy_(host)
+
+    def _ordered_sum(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.all_gather(x.flatten()).view(self.size, *x.shape)
+        total = first.float() if x.dtype in (torch.bfloat16, torch.float16) else first
+        for each in others:
+            total = total + each
+        return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, of one shape, concatenated along the last dimension."""

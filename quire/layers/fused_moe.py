@@ -125,7 +125,7 @@ class FusedMoE(nn.Module):
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
         if self.tiles is not None:
             x = rms_norm(stream, *norm)
-            out = self._local(x, invariant_linear(x, router_weight, router_bias), correction_bias)
+            out = self(x, invariant_linear(x, router_weight, router_bias), correction_bias)
             return out if residual is None else add(out, residual)
         out = fused_layer(
             stream,

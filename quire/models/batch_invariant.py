@@ -32,8 +32,6 @@ def check_invariant(config: EngineConfig) -> None:
         raise refused("models that pool have no such kernels yet")
     if config.lora.enable_lora:
         raise refused("adapters (--enable-lora) have no such kernels yet")
-    if config.parallel.tensor_parallel_size > 1:
-        raise refused("ranks sum in an order that depends on the size of a step (--tensor-parallel-size)")
     if config.speculative.method not in (None, "ngram", "suffix"):
         raise refused(f"speculative method {config.speculative.method!r} has layers of its own; use ngram or suffix")
 

@@ -87,6 +87,7 @@ class Worker:
         self.invariant = device.batch_invariant and self.platform.supports_triton  # a CPU is by itself
         if self.invariant:
             check_invariant(config)
+            world.tensor.sum_in_order()
         own_memory = self.platform.has_own_memory
         self.memory_before = DeviceMemory.measure(self.platform.device) if own_memory else None
         classes = processor_classes(config.model.logits_processors) if world.answers else []

@@ -181,6 +181,28 @@ def test_a_registered_all_reduce_serves_what_it_supports():
         assert result["counts"] == {"all_reduce": (2, 32 + 324), "all_gather": (1, 48), "broadcast": (1, 48)}
 
 
+def ordered_sums(world: World) -> list[torch.Tensor]:
+    found = []
+    for group in (world.model, GpuGroup(world.model.ranks, world.rank, world.model._group)):
+        group.sum_in_order()
+        found += [group.all_reduce(tensor(world.rank, shape, dtype)) for shape in SHAPES for dtype in FLOATS]
+    return found
+
+
+def test_sums_in_the_order_of_ranks():
+    """So an element's bits do not depend on how many there are."""
+    results = on_ranks(4, over_gloo, ordered_sums, WorldLayout(tensor=4), free_address())
+    wanted = []
+    for shape in SHAPES:
+        for dtype in FLOATS:
+            first, *others = (tensor(rank, shape, dtype).float() for rank in range(4))
+            for each in others:
+                first = first + each
+            wanted.append(first.to(dtype))
+    for rank in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(results[rank], wanted * 2, strict=True)), rank
+
+
 def one_dies(world: World, victim: int) -> None:
     for i in range(20):
         if world.rank == victim and i == 7:

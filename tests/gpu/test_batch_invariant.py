@@ -28,15 +28,24 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("more", [{}, {"enforce_eager": True}, NGRAM], ids=["graphs", "eager", "ngram"])
 def test_random_schedules(model, dtype, more):
+    check_random_schedules(model, {"dtype": dtype}, more)
+
+
+def test_random_schedules_of_two_ranks(model, monkeypatch):
+    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+    check_random_schedules(model, {"dtype": "bfloat16", "tensor_parallel_size": 2}, {})
+
+
+def check_random_schedules(model, both, more):
     from quire import LLM
 
     chance = random.Random(0)
-    with LLM(model, **OPTIONS, dtype=dtype, enable_prefix_caching=False) as alone:
+    with LLM(model, **OPTIONS, **both, enable_prefix_caching=False) as alone:
         drawn = [list(zip(*requests(chance), strict=True)) for _ in range(3)]
         wanted = [[answers(alone, [p], [s])[0] for p, s in zip(*each, strict=True)] for each in drawn]
     for chunk, caching in ((48, True), (700, False), (4096, True)):
         options = {"max_num_batched_tokens": chunk, "enable_prefix_caching": caching}
-        with LLM(model, **OPTIONS, dtype=dtype, **options, **more) as llm:
+        with LLM(model, **OPTIONS, **both, **options, **more) as llm:
             for (prompts, params), right in zip(drawn, wanted, strict=True):
                 assert answers(llm, list(prompts), list(params)) == right, options
 

@@ -23,7 +23,6 @@ def test_the_option_and_the_variable(monkeypatch):
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"speculative_config": {"method": "eagle", "model": "m", "num_speculative_tokens": 2}}, "'eagle'"),
     ],
 )
