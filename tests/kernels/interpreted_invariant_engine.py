@@ -39,6 +39,11 @@ def test_requests_have_the_bits_that_they_have_alone(family, tmp_path, as_on_a_g
 
     with LLM(str(tmp_path), **OPTIONS, enable_prefix_caching=False) as llm:
         alone = [answers(llm, [each])[0] for each in asked]
+        # As a trainer computes samples again.
+        read = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        for prompt, [(tokens, logprobs)] in zip(asked, alone, strict=True):
+            (again,) = llm.generate({"prompt_token_ids": prompt["prompt_token_ids"] + tokens}, read, use_tqdm=False)
+            assert [p.logprob for at in again.prompt_logprobs[-3:] for p in at.values()] == logprobs
     with LLM(str(tmp_path), **OPTIONS, max_num_batched_tokens=32, max_num_seqs=3) as llm:
         assert answers(llm, asked) == alone
         assert answers(llm, asked[::-1]) == alone[::-1]  # prefixes are cached
