@@ -109,7 +109,7 @@ def test_new_weights(server: ServerProcess) -> None:
         ("/init_weight_transfer_engine", {"init_info": {}}, "--weight-transfer-config"),
         ("/start_draft_weight_update", None, "not available yet"),
         ("/collective_rpc", {"method": "_make_proposer"}, "must be a public method of workers"),
-        ("/collective_rpc", {"method": "no_such"}, "no_such"),
+        ("/collective_rpc", {"method": "no_such"}, "workers have no method no_such"),
         ("/collective_rpc", {}, "method"),
     ],
 )
