@@ -291,8 +291,16 @@ def test_steps_run_while_requests_are_added(reference, monkeypatch):
         monkeypatch.setattr(llm.llm_engine, "step", lambda: calls.append("step") or step())
         assert_close(llm.encode(given, use_tqdm=False), reference.vectors("LAST") * 3)
         assert calls.index("step") < len(reference.prompts) and calls.count("add") == len(given)
-        with pytest.raises(ValueError, match="the prompt is empty"):
-            llm.encode([*given, []], use_tqdm=False)
+        calls.clear()
+        for wrong, why in (([], "the prompt is empty"), ([3] * 300, "the prompt has 300 tokens")):
+            with pytest.raises(ValueError, match=why):
+                llm.encode([*given, wrong], use_tqdm=False)
+        with pytest.raises(ValueError, match="dimensions is 65"):
+            llm.encode([*given[:2], given[2]], [PoolingParams()] * 2 + [PoolingParams(dimensions=65)], use_tqdm=False)
+        assert calls == []  # refused before any was added
+        with pytest.raises(ValueError, match="token id 9999, out of vocabulary"):
+            llm.encode([*given, [9999]], use_tqdm=False)
+        assert "step" in calls
         while llm.llm_engine.client.core.has_unfinished():
             step()
         assert_idle(llm)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from quire.config.pooling import EMBED, PoolingSetup
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
 from quire.tokenizer.tokenizer import Tokenizer, groups_to_encode
+
+if TYPE_CHECKING:
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
 SIDES = (None, "left", "right")
 
@@ -43,7 +46,7 @@ class PoolingInputs:
     def __init__(self, config: EngineConfig, tokenizer: Callable[[], Tokenizer], longest: int) -> None:
         """`tokenizer`: raises where there is none. `longest`: in tokens."""
         self.setup, self.longest = config.pooling.setup, longest
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat_template = tokenizer, config.model.chat_template
         self._has_types = (config.model.hf_config.get("type_vocab_size") or 0) > 1
 
     @cached_property
@@ -54,6 +57,12 @@ class PoolingInputs:
     def _frame(self) -> list[int]:
         """The tokens that the tokenizer puts around a text."""
         return self.tokenizer.encode("", add_special_tokens=True)
+
+    @cached_property
+    def _renderer(self) -> "ChatRenderer":
+        from quire.entrypoints.chat_renderer import ChatRenderer  # imports jinja2
+
+        return ChatRenderer(self.tokenizer, self._chat_template)
 
     def named_prompt(self, name: str | None) -> str:
         """What sentence-transformers puts before a text: by name, else the model's default."""
@@ -71,11 +80,17 @@ class PoolingInputs:
         self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = ""
     ) -> list[ParsedPrompt]:
         prompts = []
+        if self.setup is not None and self.setup.messages and EMBED in self.setup.tasks:
+            texts, prefix, special = [self._conversation(prefix, text) for text in texts], "", False
         for group in groups_to_encode(texts, len):
             given = [prefix + text for text in group] if prefix else group
             for text, ids in zip(given, self.tokenizer.encode_batch(given, special), strict=True):
                 prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, special)))
         return prompts
+
+    def _conversation(self, prompt: str, text: str) -> str:
+        first = [{"role": "system", "content": prompt}] if prompt else []
+        return self._renderer.render([*first, {"role": "user", "content": text}], add_generation_prompt=False)
 
     def ids(self, prompts: Sequence[list[int]], cut: Truncation = ALL) -> list[ParsedPrompt]:
         most = cut.most(self.longest)

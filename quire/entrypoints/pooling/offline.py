@@ -1,5 +1,6 @@
 """`LLM`'s methods for models that pool."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,15 @@ from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.llm_inputs import as_prompts, per_prompt
 from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
-from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored
+from quire.entrypoints.pooling.scoring import (
+    TASKS,
+    Pairs,
+    ScoreOptions,
+    by_template,
+    score_prompts,
+    score_type,
+    scored,
+)
 from quire.messages.pooling_params import PoolingParams
 from quire.pooling.outputs import (
     ClassificationRequestOutput,
@@ -29,6 +38,12 @@ if TYPE_CHECKING:
 
 Tqdm = bool | Callable[..., Any]
 Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+def _is_text(prompt: Any) -> bool:
+    if isinstance(prompt, dict) and prompt.keys() <= {"prompt", "cache_salt"}:
+        prompt = prompt.get("prompt")
+    return isinstance(prompt, str)
 
 
 class PoolingMethods:
@@ -168,7 +183,7 @@ class PoolingMethods:
         pairs = Pairs.of(data_1, data_2, ("data_1", "data_2"))
         given = chat_template if chat_template is not None else self.llm_engine.config.model.chat_template
         options = ScoreOptions(cut, template=None if given is None else read_template(given))
-        renderer = self._chat_renderer if options.template is not None else None
+        renderer = self._chat_renderer if by_template(setup, options) else None
         prompts = self._with_adapters(score_prompts(self._pooling_inputs, pairs, options, renderer), lora_request)
         params = params.replace_unchecked(task=task, truncate_prompt_tokens=None)
         outputs = self._pool(prompts, [params] * len(prompts), use_tqdm)
@@ -196,16 +211,33 @@ class PoolingMethods:
     def _parsed(
         self, prompts: list[Any], params: Sequence[PoolingParams], special: bool, prompt_name: str | None
     ) -> list[ParsedPrompt]:
+        """Cut as their parameters say; texts keep the tokens around them."""
         inputs = self._pooling_inputs
         prefix = inputs.named_prompt(prompt_name)
-        cuts = {one.truncate_prompt_tokens for one in params}
-        if len(cuts) == 1 and prompts and all(isinstance(prompt, str) for prompt in prompts):
-            cut = Truncation(next(iter(cuts)))
+        places: defaultdict[tuple[int | None, bool], list[int]] = defaultdict(list)  # by truncation; of texts or others
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            places[one.truncate_prompt_tokens, _is_text(prompt)].append(place)
+        parsed: dict[int, ParsedPrompt] = {}
+        for (keep, of_texts), some in places.items():
+            cut = Truncation(keep)
             cut.check(inputs.longest)
-            return inputs.texts(prompts, special, cut, prefix)
-        if prefix:
-            prompts = [prefix + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self.llm_engine.input_processor.parse_many(prompts, special)
+            given = [prompts[place] for place in some]
+            found = self._of_texts(given, special, cut, prefix) if of_texts else self._of_others(given, special, cut)
+            parsed.update(zip(some, found, strict=True))
+        return [parsed[place] for place in range(len(prompts))]
+
+    def _of_texts(self, given: list[Any], special: bool, cut: Truncation, prefix: str) -> list[ParsedPrompt]:
+        texts = [one if isinstance(one, str) else one["prompt"] for one in given]
+        found = self._pooling_inputs.texts(texts, special, cut, prefix)
+        for prompt, one in zip(found, given, strict=True):
+            prompt.cache_salt = None if isinstance(one, str) else one.get("cache_salt")
+        return found
+
+    def _of_others(self, given: list[Any], special: bool, cut: Truncation) -> list[ParsedPrompt]:
+        found, most = self.llm_engine.input_processor.parse_many(given, special), cut.most(self._pooling_inputs.longest)
+        for prompt in found if most is not None else ():
+            prompt.token_ids = prompt.token_ids[:most]
+        return found
 
     def _pool(
         self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm
@@ -213,10 +245,20 @@ class PoolingMethods:
         setup = self.llm_engine.config.pooling.setup
         task = params[0].task if params else None
         parts, counts = split_long(prompts, setup, task, self.llm_engine.max_model_len)
-        if counts is None:
-            return self._run_while_adding(prompts, params, use_tqdm)
-        repeated = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
-        return joined(self._run_while_adding(parts, repeated, use_tqdm), counts)
+        if counts is not None:
+            params = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
+        self._check(parts, params)
+        outputs = self._run_while_adding(parts, params, use_tqdm)
+        return outputs if counts is None else joined(outputs, counts)
+
+    def _check(self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams]) -> None:
+        """Before any is computed, what can be told of all at once: if all lengths are allowed these two are."""
+        if not prompts:
+            return
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        for one in {id(one): one for one in params}.values():
+            for length in (min(lengths), max(lengths)):
+                self.llm_engine.input_processor.check_pooling(prompts[lengths.index(length)], one)
 
     def _run_while_adding(
         self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm
