@@ -72,6 +72,8 @@ def test_one_class_is_a_score(tmp_path):
     with engine(tmp_path) as llm:
         found = llm.classify(PROMPTS, use_tqdm=False)
         rewards = llm.reward(PROMPTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+        each = llm.reward(PROMPTS, pooling_params=PoolingParams(task="token_classify"), use_tqdm=False)
+    assert [len(output.outputs.data) for output in each] == [len(ids) for ids in PROMPTS]
     assert_equal([output.outputs.probs for output in found], [row.sigmoid() for row in logits(model)])
     assert_equal([output.outputs.data for output in rewards], logits(model))
 

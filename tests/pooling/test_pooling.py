@@ -13,6 +13,13 @@ from quire.engine.async_llm import PACE, AsyncLLM
 from quire.engine.input_processor import ParsedPrompt
 from quire.kernels import native
 from quire.messages.requests import ErrorKind
+from quire.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from tests.pooling import largest
 from tests.pooling.references import ARGUMENTS, PoolingReference, assert_close, make_pooling_reference
 
@@ -223,6 +230,28 @@ def test_a_method_registered_by_its_user(reference):
         params = PoolingParams(pooling_type="largest", normalize=False)
         outputs = llm.encode(reference.prompts, params, use_tqdm=False)
     assert_close(outputs, reference.vectors("LARGEST", normalize=False))
+
+
+def test_outputs_have_their_kinds(reference):
+    """As programs of vLLM make them of what `encode` gives."""
+    with engine(reference) as llm:
+        (whole,) = llm.encode([3, 4, 5], use_tqdm=False)
+        (each,) = llm.encode([3, 4, 5], pooling_task="token_embed", use_tqdm=False)
+        (embedded,) = llm.embed([3, 4, 5], use_tqdm=False)
+        with pytest.raises(ValueError, match="pooling_params have task 'token_embed', but 'embed' is asked for"):
+            llm.embed([3, 4, 5], pooling_params=PoolingParams(task="token_embed"), use_tqdm=False)
+    made = EmbeddingRequestOutput.from_base(whole)
+    for output in (made, embedded):
+        assert isinstance(output, EmbeddingRequestOutput) and isinstance(output, PoolingRequestOutput)
+        assert output.outputs.embedding == pytest.approx(whole.outputs.data.tolist(), abs=1e-5)
+        assert repr(output.outputs) == "EmbeddingOutput(hidden_size=64)"
+        assert output.finished and output.prompt_token_ids == [3, 4, 5]
+    for kind in (EmbeddingRequestOutput, ClassificationRequestOutput, ScoringRequestOutput):
+        with pytest.raises(ValueError, match=r"shape (is )?\[3, 64\]"):
+            kind.from_base(each)
+    score = PoolingRequestOutput("1", PoolingOutput(np.float32([0.5])), [3], 0, True)
+    assert ScoringRequestOutput.from_base(score).outputs.score == 0.5
+    assert ClassificationRequestOutput.from_base(score).outputs.num_classes == 1
 
 
 def test_wrong_input_is_refused(reference):

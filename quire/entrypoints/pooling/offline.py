@@ -28,8 +28,6 @@ from quire.pooling.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    as_classification,
-    as_embedding,
 )
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -79,13 +77,17 @@ class PoolingMethods:
         """
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
-        given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
+        default = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
+        given = per_prompt(default if pooling_params is None else pooling_params, PoolingParams, len(many))
+        other = next((one.task for one in given if one.task not in (None, pooling_task)), None)
+        if other is not None and pooling_task is not None:
+            raise ValueError(f"pooling_params have task {other!r}, but {pooling_task!r} is asked for; leave one out")
         params = [
             one.replace_unchecked(
-                task=one.task or given.task,
-                truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
+                task=one.task or default.task,
+                truncate_prompt_tokens=one.truncate_prompt_tokens or default.truncate_prompt_tokens,
             )
-            for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
+            for one in given
         ]
         parsed = self._with_adapters(self._parsed(many, params, special, prompt_name), lora_request)
         return self._pool(parsed, params, use_tqdm)
@@ -112,7 +114,7 @@ class PoolingMethods:
             tokenization_kwargs=tokenization_kwargs,
             prompt_name=prompt_name,
         )
-        return [as_embedding(output) for output in found]
+        return [EmbeddingRequestOutput.from_base(output) for output in found]
 
     def classify(
         self,
@@ -132,7 +134,7 @@ class PoolingMethods:
             pooling_task=CLASSIFY,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [as_classification(output) for output in found]
+        return [ClassificationRequestOutput.from_base(output) for output in found]
 
     def reward(
         self,
@@ -147,12 +149,14 @@ class PoolingMethods:
         """A reward for each token or step, or one for the prompt, as the model gives them: `outputs.data`."""
         setup = self.llm_engine.config.pooling.setup
         task = setup.task if setup is not None and setup.task in (CLASSIFY, TOKEN_CLASSIFY) else TOKEN_CLASSIFY
+        given = [pooling_params] if isinstance(pooling_params, PoolingParams) else pooling_params or ()
+        named = any(isinstance(one, PoolingParams) and one.task is not None for one in given)
         return self.encode(
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
-            pooling_task=task,
+            pooling_task=None if named else task,
             tokenization_kwargs=tokenization_kwargs,
         )
 

@@ -168,7 +168,7 @@ def _scoring(
 ) -> ScoringRequestOutput:
     tokens = output.prompt_token_ids if query is None else query.prompt_token_ids + output.prompt_token_ids
     return ScoringRequestOutput(
-        output.request_id, ScoringOutput(score), tokens, True, output.num_cached_tokens, output.finish_reason
+        output.request_id, ScoringOutput(score), tokens, output.num_cached_tokens, finish_reason=output.finish_reason
     )
 
 
