@@ -262,6 +262,8 @@ def test_wrong_input_is_refused(reference):
             (lambda: llm.generate([[3], [4]], [GREEDY, PoolingParams()]), "this takes SamplingParams"),
             (lambda: llm.encode([[3], [4]], [PoolingParams()]), "2 prompts but 1 pooling_params"),
             (lambda: llm.encode([3], pooling_task="rank"), "task is 'rank'; it must be None or one of: embed"),
+            (lambda: llm.encode(None), "prompts is None; it must be a prompt, or a list of prompts"),
+            (lambda: llm.embed([3], truncate_prompt_tokens=0), "truncate_prompt_tokens is 0; it must be"),
             (lambda: llm.encode([3], PoolingParams(pooling_type="best")), "pooling_type is 'BEST'.*LAST, MEAN, CLS"),
             (lambda: llm.encode([3], PoolingParams(dimensions=65)), "dimensions is 65; .* hidden size, here 64"),
             (lambda: llm.encode([[]]), "the prompt is empty"),
@@ -274,7 +276,7 @@ def test_wrong_input_is_refused(reference):
             with pytest.raises(ValueError, match=message):
                 wrong()
         assert not llm.llm_engine.has_unfinished_requests()
-        assert len(llm.encode([3], use_tqdm=False)) == 1
+        assert len(llm.encode([3], use_tqdm=False)) == len(llm.encode(np.array([3, 4]), use_tqdm=False)) == 1
 
 
 def test_a_vector_with_nan_fails_its_request_alone(reference, tmp_path):

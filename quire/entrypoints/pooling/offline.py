@@ -77,7 +77,8 @@ class PoolingMethods:
         """
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
-        default = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
+        keep = keep if truncate_prompt_tokens is None else truncate_prompt_tokens
+        default = PoolingParams(task=pooling_task, truncate_prompt_tokens=keep)
         given = per_prompt(default if pooling_params is None else pooling_params, PoolingParams, len(many))
         other = next((one.task for one in given if one.task not in (None, pooling_task)), None)
         if other is not None and pooling_task is not None:
@@ -181,7 +182,8 @@ class PoolingMethods:
         params = pooling_params or PoolingParams()
         if params.task not in (None, task):
             raise ValueError(f"task is {params.task!r}; this model scores by {task!r}")
-        keep = truncate_prompt_tokens or tokenization(tokenization_kwargs)[0] or params.truncate_prompt_tokens
+        keeps = (truncate_prompt_tokens, tokenization(tokenization_kwargs)[0], params.truncate_prompt_tokens)
+        keep = next((one for one in keeps if one is not None), None)
         cut = Truncation(keep)
         cut.check(self._pooling_inputs.longest)
         pairs = Pairs.of(data_1, data_2, ("data_1", "data_2"))
