@@ -17,6 +17,7 @@ OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "
 MODE_NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json")
 ORDER = ("Transformer", "LogitScore", "Pooling", "Dense", "Normalize")
+MAX_PATH = 128  # characters
 MAX_LENGTH = 1 << 30  # tokenizers without a limit name a larger one
 
 
@@ -54,7 +55,7 @@ def read_modules(folder: Path) -> SentenceModules | None:
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = str(module.get("path", ""))
-        if Path(path).is_absolute() or ".." in Path(path).parts:
+        if Path(path).is_absolute() or ".." in Path(path).parts or len(path) > MAX_PATH:
             raise ValueError(f"{file}: the path {shown(path)} is not in the model's folder")
         if kind == "Pooling":
             pooling = read_json(folder / path / "config.json") or {}

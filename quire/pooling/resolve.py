@@ -32,6 +32,7 @@ COLBERT = ("HF_ColBERT", "ColBERT")
 # Of BGE-M3, beside the model's own file.
 COLBERT_LINEAR, SPARSE_LINEAR = "colbert_linear.pt", "sparse_linear.pt"
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
+MAX_LABELS = 1 << 20
 PROBLEMS = {
     "regression": "identity",
     "single_label_classification": None,  # by the number of classes
@@ -270,8 +271,10 @@ def _labels(hf_config: dict[str, Any]) -> tuple[str, ...]:
     """In their order; transformers' default is two."""
     named = hf_config.get("id2label")
     count = hf_config.get("num_labels", len(named) if isinstance(named, dict) and named else 2)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"the model's config has num_labels {shown(count)}; it must be a whole number")
+    if type(count) is not int or not 1 <= count <= MAX_LABELS:
+        raise ValueError(
+            f"the model's config has num_labels {shown(count)}; it must be a whole number from 1 to {MAX_LABELS}"
+        )
     given = named if isinstance(named, dict) else {}
     return tuple(str(given.get(str(i), given.get(i, f"LABEL_{i}"))) for i in range(count))
 

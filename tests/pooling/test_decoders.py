@@ -80,6 +80,12 @@ def test_one_class_is_a_score(tmp_path):
     assert_equal([output.outputs.data for output in rewards], logits(model))
 
 
+def test_a_number_of_classes_that_no_model_has(tmp_path):
+    models.save("Qwen3ForSequenceClassification", tmp_path)
+    with pytest.raises(ValueError, match="num_labels 1000000000000; it must be a whole number from 1 to 1048576"):
+        engine(tmp_path, hf_overrides={"num_labels": 10**12})
+
+
 @pytest.mark.parametrize(
     ("problem", "activation"), [("regression", lambda x: x), ("multi_label_classification", torch.sigmoid)]
 )

@@ -131,6 +131,13 @@ def test_modules_that_would_give_other_vectors_are_refused(tmp_path, kinds, pool
         read_modules(tmp_path)
 
 
+def test_a_path_that_is_none(tmp_path):
+    for path in ("../elsewhere", "/tmp", "x" * 10_000):
+        write(tmp_path, "modules.json", [{"type": MODULE + "Dense", "path": path}])
+        with pytest.raises(ValueError, match="is not in the model's folder"):
+            read_modules(tmp_path)
+
+
 def test_several_pooling_modes_are_none_of_ours(tmp_path):
     write_modules(tmp_path, "Transformer", "Pooling", Pooling={"pooling_mode": ["mean", "cls"]})
     found = read_modules(tmp_path)
