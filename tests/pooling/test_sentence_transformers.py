@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from quire import LLM, PoolingParams
 from quire.checkpoint.sentence_transformers import read_modules
+from quire.entrypoints.pooling.inputs import Truncation
+from quire.entrypoints.pooling.scoring import Pairs, ScoreOptions, score_prompts
 from tests.encoders.tiny_encoders import save_tiny_encoder
 from tests.pooling import models
 from tests.pooling.references import ARGUMENTS
@@ -57,18 +59,26 @@ def test_a_reranker_that_says_yes_or_no(tmp_path, false, activation):
     texts = {"prompts": {"web": INSTRUCTION}, "default_prompt_name": "web"}
     write(tmp_path, "config_sentence_transformers.json", texts | {"activation_fn": f"torch.nn.modules.{activation}"})
 
-    def expected(document: str, instruction: str) -> float:
+    def prompt(document: str, instruction: str) -> list[int]:
         roles = {"system": instruction, "query": QUERY, "document": document}
         messages = [{"role": role, "content": text} for role, text in roles.items()]
-        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        return tokenizer.apply_chat_template(messages, return_dict=False)
+
+    def expected(document: str) -> float:
         with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, -1]
+            logits = model(torch.tensor([prompt(document, INSTRUCTION)])).logits[0, -1]
         return float(logits[YES]) if false is None else float((logits[YES] - logits[NO]).sigmoid())
 
     with engine(tmp_path) as llm:
         found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
         own = llm.score(QUERY, DOCUMENTS, chat_template=TEMPLATE, use_tqdm=False)
-    scores = [expected(document, INSTRUCTION) for document in DOCUMENTS]
+        # Where a prompt is cut, what the template writes after the texts stays.
+        options = ScoreOptions(Truncation(15), template_kwargs={"instruction": "w30"})
+        cut = score_prompts(llm._pooling_inputs, Pairs([QUERY], DOCUMENTS), options, llm._chat_renderer)
+    whole = [prompt(document, "w30") for document in DOCUMENTS]
+    assert [len(ids) <= 15 for ids in whole] == [True, False, False]
+    assert [one.token_ids for one in cut] == [whole[0], *([*ids[:14], ids[-1]] for ids in whole[1:])]
+    scores = [expected(document) for document in DOCUMENTS]
     assert [output.outputs.score for output in found] == pytest.approx(scores, abs=1e-4)
     assert [output.outputs.score for output in own] == pytest.approx(scores, abs=1e-4)
 

@@ -77,15 +77,18 @@ class PoolingInputs:
         return prompts[name]
 
     def texts(
-        self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = ""
+        self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = "", around: str = ""
     ) -> list[ParsedPrompt]:
+        """`around`: what a template makes of no text, whose tokens stay where a text is cut."""
         prompts = []
         if self.setup is not None and self.setup.messages and EMBED in self.setup.tasks:
+            around = self._conversation(prefix, "") if cut.keep is not None else ""
             texts, prefix, special = [self._conversation(prefix, text) for text in texts], "", False
+        frame = self._frame if special else self.tokenizer.encode(around, add_special_tokens=False)
         for group in groups_to_encode(texts, len):
             given = [prefix + text for text in group] if prefix else group
             for text, ids in zip(given, self.tokenizer.encode_batch(given, special), strict=True):
-                prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, special)))
+                prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, frame)))
         return prompts
 
     def _conversation(self, prompt: str, text: str) -> str:
@@ -105,7 +108,7 @@ class PoolingInputs:
         prompts = []
         for group in groups_to_encode(pairs, lambda pair: len(pair[0]) + len(pair[1])):
             for ids, types in self.tokenizer.encode_pairs(group):
-                found = ParsedPrompt(None, self._cut_text(ids, cut, special=True))
+                found = ParsedPrompt(None, self._cut_text(ids, cut, self._frame))
                 if self._has_types:
                     most = len(found.token_ids)
                     found.token_types = types[-most:] if cut.side == "left" else types[: most - 1] + types[-1:]
@@ -126,12 +129,11 @@ class PoolingInputs:
         offsets = found[1]
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
-    def _cut_text(self, ids: list[int], cut: Truncation, special: bool) -> list[int]:
+    def _cut_text(self, ids: list[int], cut: Truncation, frame: list[int]) -> list[int]:
         """As transformers cuts: the tokens around a text stay."""
         most = cut.most(self.longest)
         if most is None or len(ids) <= most:
             return ids
-        frame = self._frame if special else []
         if cut.side == "left":
             first = _common(frame, ids)
             return ids[:first] + ids[len(ids) - max(0, most - first) :] if first < most else ids[:most]

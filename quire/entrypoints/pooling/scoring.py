@@ -116,16 +116,17 @@ def score_prompts(
     if renderer is None:
         return inputs.pairs(pairs.both(), options.cut)
     first = _first_messages(inputs.setup, options)
-    texts = [
-        renderer.render(
+
+    def rendered(query: str, document: str) -> str:
+        return renderer.render(
             [*first, {"role": "query", "content": query}, {"role": "document", "content": document}],
             chat_template=options.template,
             add_generation_prompt=False,
             template_kwargs=options.template_kwargs,
         )
-        for query, document in pairs.both()
-    ]
-    return inputs.texts(texts, special=False, cut=options.cut)
+
+    around = rendered("", "") if options.cut.keep is not None else ""
+    return inputs.texts([rendered(*pair) for pair in pairs.both()], special=False, cut=options.cut, around=around)
 
 
 def by_template(setup: PoolingSetup | None, options: ScoreOptions) -> bool:
