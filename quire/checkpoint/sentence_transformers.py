@@ -15,7 +15,10 @@ MODULES = "modules.json"
 MODES = {"pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_lasttoken": "LAST"}
 OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 MODE_NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json")
+TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlnet_config.json")
+ORDER = ("Transformer", "LogitScore", "Pooling", "Dense", "Normalize")
+MAX_PATH = 128  # characters
+MAX_LENGTH = 1 << 30  # tokenizers without a limit name a larger one
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class SentenceModules:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_length: int | None = None
+    dimensions: int | None = None  # of embeddings, unless a request says otherwise
+    messages: bool = False  # texts become messages of the model's chat template
+    score_tokens: tuple[int, ...] = ()  # of a LogitScore module: yes alone, or no and yes
+    activation: str | None = None  # of a cross-encoder's scores: the path of torch's class
 
 
 def read_modules(folder: Path) -> SentenceModules | None:
@@ -43,40 +50,53 @@ def read_modules(folder: Path) -> SentenceModules | None:
         raise ValueError(f"{file} must hold a list of modules")
     pooling: dict[str, Any] | None = None
     dense: list[Dense] = []
-    normalize = False
+    score_tokens: tuple[int, ...] = ()
+    kinds: list[str] = []
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = str(module.get("path", ""))
-        if Path(path).is_absolute() or ".." in Path(path).parts:
+        if Path(path).is_absolute() or ".." in Path(path).parts or len(path) > MAX_PATH:
             raise ValueError(f"{file}: the path {shown(path)} is not in the model's folder")
         if kind == "Pooling":
             pooling = read_json(folder / path / "config.json") or {}
         elif kind == "Dense":
             dense.append(_dense(folder, path))
-        elif kind == "Normalize":
-            normalize = True
-        elif kind not in ("Transformer", "Dropout"):
-            raise ValueError(f"{file} has the module {shown(kind)}; allowed: Transformer, Pooling, Dense, Normalize")
+        elif kind == "LogitScore":
+            score_tokens = _score_tokens(folder / path / "config.json")
+        elif kind not in ("Transformer", "Normalize", "Dropout"):
+            raise ValueError(f"{file} has the module {shown(kind)}; allowed: {', '.join(ORDER)}")
+        kinds += [kind] if kind in ORDER else []
+    if kinds != sorted(kinds, key=ORDER.index):
+        raise ValueError(f"{file} has {', '.join(kinds)}; available is the order {', '.join(ORDER)}")
     name, unknown = _pooling_type(pooling) if pooling is not None else (None, None)
     texts = read_json(folder / "config_sentence_transformers.json") or {}
     prompts = texts.get("prompts") if pooling is None or pooling.get("include_prompt") is not False else None
-    kept = {key: text for key, text in (prompts or {}).items() if isinstance(text, str)}
+    kept = {key: text for key, text in _object(prompts).items() if isinstance(text, str)}
     default = texts.get("default_prompt_name")
+    dimensions = texts.get("truncate_dim")
+    transformer = _transformer_config(folder)
+    activation = texts.get("activation_fn")
     return SentenceModules(
         name,
         unknown,
         tuple(dense),
-        normalize,
+        "Normalize" in kinds,
         pooling is not None,
         kept,
-        default if default in kept else None,
-        _max_length(folder),
+        default if isinstance(default, str) and default in kept else None,
+        _max_length(folder, transformer),
+        None if dimensions is None else whole_number("truncate_dim of config_sentence_transformers.json", dimensions),
+        "message" in _object(transformer.get("modality_config")),
+        score_tokens,
+        activation if isinstance(activation, str) and activation.startswith("torch.") else None,
     )
 
 
 def _pooling_type(config: dict[str, Any]) -> tuple[str | None, str | None]:
     """Ours, and the name of one that is none of ours."""
     named = config.get("pooling_mode")
+    if isinstance(named, list):
+        named = " and ".join(map(str, named))
     if isinstance(named, str):
         return MODE_NAMES.get(named), None if named in MODE_NAMES else named
     found = [name for name in (*MODES, *OTHER_MODES) if config.get(name)]
@@ -96,9 +116,25 @@ def _dense(folder: Path, path: str) -> Dense:
     return Dense(f"{path}/{files[0]}", "linear.", activation, checked)
 
 
-def _max_length(folder: Path) -> int | None:
-    for name in LENGTH_FILES:
-        length = (read_json(folder / name) or {}).get("max_seq_length")
-        if length is not None:
-            return whole_number(f"{folder / name}: max_seq_length", length)
-    return None
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _score_tokens(file: Path) -> tuple[int, ...]:
+    config = read_json(file) or {}
+    names = ("false_token_id", "true_token_id") if config.get("false_token_id") is not None else ("true_token_id",)
+    return tuple(whole_number(f"{file}: {name}", config.get(name), minimum=0) for name in names)
+
+
+def _transformer_config(folder: Path) -> dict[str, Any]:
+    found = (read_json(folder / name) for name in TRANSFORMER_FILES)
+    return next((config for config in found if config), {})
+
+
+def _max_length(folder: Path, transformer: dict[str, Any]) -> int | None:
+    """The tokenizer's, where the model has none of its own."""
+    given = transformer.get("max_seq_length")
+    if given is not None:
+        return whole_number(f"{folder}: max_seq_length", given)
+    length = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    return length if type(length) is int and 1 <= length < MAX_LENGTH else None

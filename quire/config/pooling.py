@@ -75,6 +75,8 @@ class PoolingSetup:
     pairs: bool = True  # a cross-encoder's two texts are joined by separators
     prompts: tuple[tuple[str, str], ...] = ()  # put before texts, by name
     default_prompt: str | None = None
+    messages: bool = False  # the model's chat template makes prompts: of texts to embed, of pairs to score
+    instruction: str | None = None  # the first message of such a pair, unless the request has one
 
     @property
     def prompt_by_name(self) -> dict[str, str]:

@@ -117,7 +117,7 @@ class InputProcessor:
             parsed = dataclasses.replace(parsed, token_ids=kept)
         seed, resumed = 0, None
         if isinstance(params, PoolingParams):
-            params = self._check_pooling(parsed, params)
+            params = self.check_pooling(parsed, params)
         else:
             self._check(parsed.token_ids, params)
             resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
@@ -232,7 +232,7 @@ class InputProcessor:
             raise ValueError(f"{name} has no token ids; at least one row must have one")
         self._array(name, [max(0, token) for row in rows for token in row])
 
-    def _check_pooling(self, prompt: ParsedPrompt, params: PoolingParams) -> PoolingParams:
+    def check_pooling(self, prompt: ParsedPrompt, params: PoolingParams) -> PoolingParams:
         """The parameters, with defaults filled in."""
         if prompt.output_token_ids:
             raise ValueError("output_token_ids are for requests that generate; a prompt to pool has none")

@@ -58,10 +58,10 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
     check_kinds(hf_config, "the model's config")  # again, after --hf-overrides
     tokens = functools.partial(_token_id, checkpoint, model_config)
     supported = ModelRegistry.get_supported_archs()
-    setup, hf_config, input_length = resolve_pooling(checkpoint.path, hf_config, config.pooling, supported, tokens)
+    setup, hf_config, most = resolve_pooling(checkpoint.path, hf_config, config.pooling, supported, tokens)
     longest = longest_sequence(hf_config)
     window = sliding_window(hf_config) if model_config.disable_sliding_window else None
-    max_model_len = model_config.max_model_len or window or (input_length and min(input_length, longest))
+    max_model_len = model_config.max_model_len or window or (most if (most or longest) < longest else None)
     if window is not None and max_model_len is not None and max_model_len > window:
         raise ValueError(
             f"max_model_len is {max_model_len}, but without its sliding window {checkpoint.name} serves {window} "

@@ -1,8 +1,10 @@
 """Arguments of `LLM`'s methods in their accepted forms, and its progress bar."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
+from quire.config.shown import shown
 from quire.engine.outputs import RequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
@@ -50,8 +52,10 @@ def as_prompts(prompts: Any) -> list[Any]:
     """A list of prompts; a string, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {shown(prompts)}; it must be a prompt, or a list of prompts")
     prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts  # numpy's integers too
 
 
 def is_conversation(messages: Any) -> bool:

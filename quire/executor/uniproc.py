@@ -101,7 +101,9 @@ class UniProcExecutor:
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         worker = self.worker
-        call = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
+        call = getattr(worker, method, None) if isinstance(method, str) else functools.partial(method, worker)
+        if call is None:
+            raise ValueError(f"workers have no method {method}")
         return [self._submit(lambda: call(*args, **kwargs)).result()]
 
     def describe(self) -> str:

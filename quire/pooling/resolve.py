@@ -32,6 +32,7 @@ COLBERT = ("HF_ColBERT", "ColBERT")
 # Of BGE-M3, beside the model's own file.
 COLBERT_LINEAR, SPARSE_LINEAR = "colbert_linear.pt", "sparse_linear.pt"
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
+MAX_LABELS = 1 << 20
 PROBLEMS = {
     "regression": "identity",
     "single_label_classification": None,  # by the number of classes
@@ -58,8 +59,10 @@ def resolve_pooling(
     tokens = hf_config.get("classifier_from_token")
     if hf_config.get("is_original_qwen3_reranker"):
         tokens = tokens or ["no", "yes"]
+    if tokens is None and modules is not None and modules.score_tokens:
+        tokens = modules.score_tokens
     if kind == "classify" and tokens is not None:
-        setup = _from_tokens(setup, hf_config, tokens, token_id)
+        setup = _from_tokens(setup, hf_config, modules, tokens, token_id)
     backbone = _backbone(name, hf_config, supported, reads_head=setup.head == "tokens")
     if setup.head == "checkpoint" and name.endswith(GENERATING):
         if kind != "reward":
@@ -89,6 +92,8 @@ def _kind(name: str, hf_config: dict[str, Any], modules: SentenceModules | None,
         return "colbert"
     if hf_config.get("classifier_from_token") is not None or hf_config.get("is_original_qwen3_reranker"):
         return "classify"
+    if modules is not None and modules.score_tokens:
+        return "classify"
     if modules is not None and (modules.pools or modules.dense):
         return "embed" if modules.pools else "colbert"
     if name.endswith(EMBEDDERS) and not name.endswith(GENERATING):
@@ -109,8 +114,11 @@ def _embed(folder: Path, hf_config: dict[str, Any], modules: SentenceModules | N
             pooling_type=modules.pooling_type,
             dense=modules.dense,
             normalize=modules.normalize,
+            dimensions=modules.dimensions,
+            matryoshka=setup.matryoshka or modules.dimensions is not None,
             prompts=tuple(modules.prompts.items()),
             default_prompt=modules.default_prompt,
+            messages=modules.messages,
         )
     instructions = hf_config.get("task_instructions")
     if not setup.prompts and isinstance(instructions, dict):
@@ -142,13 +150,15 @@ def _classify(folder: Path, hf_config: dict[str, Any], modules: SentenceModules 
         head="checkpoint",
         num_labels=len(labels),
         labels=labels,
-        activation=_activation(hf_config, len(labels)),
+        activation=_activation(hf_config, len(labels), modules),
+        messages=modules is not None and modules.messages,
+        instruction=modules.prompts.get(modules.default_prompt or "") if modules is not None else None,
     )
 
 
 def _token_classify(folder: Path, hf_config: dict[str, Any], modules: SentenceModules | None) -> PoolingSetup:
     labels = _labels(hf_config)
-    activation = _activation(hf_config, len(labels))
+    activation = _activation(hf_config, len(labels), modules)
     return PoolingSetup(
         TOKEN_CLASSIFY,
         (TOKEN_CLASSIFY,),
@@ -180,7 +190,11 @@ _SETUPS = {
 
 
 def _from_tokens(
-    setup: PoolingSetup, hf_config: dict[str, Any], tokens: Any, token_id: Callable[[str], int | None]
+    setup: PoolingSetup,
+    hf_config: dict[str, Any],
+    modules: SentenceModules | None,
+    tokens: Any,
+    token_id: Callable[[str], int | None],
 ) -> PoolingSetup:
     """Classes are tokens that the model would generate, as of Qwen3-Reranker."""
     if not isinstance(tokens, list | tuple) or not tokens:
@@ -192,6 +206,7 @@ def _from_tokens(
             raise ValueError(f"classifier_from_token has {shown(token)}, which is no token of the model")
         ids.append(found)
     two_way = hf_config.get("method") == "from_2_way_softmax" or bool(hf_config.get("is_original_qwen3_reranker"))
+    two_way = two_way or (modules is not None and tokens is modules.score_tokens and len(ids) == 2)
     if two_way and len(ids) != 2:
         raise ValueError(f"classifier_from_token has {len(ids)} tokens; from_2_way_softmax needs two: no and yes")
     count = 1 if two_way else len(ids)
@@ -203,7 +218,7 @@ def _from_tokens(
         two_way=two_way,
         num_labels=count,
         labels=labels,
-        activation=_activation(hf_config, count),
+        activation=_activation(hf_config, count, modules),
         pairs=bool(hf_config.get("use_sep_token", False)),
     )
 
@@ -228,7 +243,7 @@ def _with_options(setup: PoolingSetup, given: dict[str, Any]) -> PoolingSetup:
         pooling_type=pooling_type,
         token_pooling_type=given.get("tok_pooling_type", setup.token_pooling_type),
         use_activation=given.get("use_activation"),
-        dimensions=given.get("dimensions"),
+        dimensions=given.get("dimensions", setup.dimensions),
         chunked=given.get("enable_chunked_processing", False),
         max_embed_len=given.get("max_embed_len"),
         logit_mean=float(given.get("logit_mean", 0.0)),
@@ -256,16 +271,19 @@ def _labels(hf_config: dict[str, Any]) -> tuple[str, ...]:
     """In their order; transformers' default is two."""
     named = hf_config.get("id2label")
     count = hf_config.get("num_labels", len(named) if isinstance(named, dict) and named else 2)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"the model's config has num_labels {shown(count)}; it must be a whole number")
+    if type(count) is not int or not 1 <= count <= MAX_LABELS:
+        raise ValueError(
+            f"the model's config has num_labels {shown(count)}; it must be a whole number from 1 to {MAX_LABELS}"
+        )
     given = named if isinstance(named, dict) else {}
     return tuple(str(given.get(str(i), given.get(i, f"LABEL_{i}"))) for i in range(count))
 
 
-def _activation(hf_config: dict[str, Any], num_labels: int) -> str:
+def _activation(hf_config: dict[str, Any], num_labels: int, modules: SentenceModules | None) -> str:
     """As the checkpoint says it, in one of several ways; else by the number of classes."""
     sentence = hf_config.get("sentence_transformers")
     named = sentence.get("activation_fn") if isinstance(sentence, dict) else None
+    named = named or (modules.activation if modules is not None else None)
     named = named or hf_config.get("sbert_ce_default_activation_function")
     if named is not None:
         function = str(named).rpartition(".")[2]

@@ -70,6 +70,8 @@ def _load_folder(folder: Path, file: Path, slow: bool) -> Tokenizer:
             raise
         raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
 
+    if (read_json(folder / "sentence_bert_config.json") or {}).get("do_lower_case") is True:
+        _lower_case(backend)
     named = (read_json(folder / "special_tokens_map.json") or {}) | config
     _add_listed_tokens(backend, config, named)
     bos = _id_of(backend, named.get("bos_token"))
@@ -78,6 +80,14 @@ def _load_folder(folder: Path, file: Path, slow: bool) -> Tokenizer:
     # decides.
     pad = _id_of(backend, named.get("pad_token"))
     return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, chat_template=chat_template)
+
+
+def _lower_case(backend: "tokenizers.Tokenizer") -> None:
+    """sentence-transformers' switch: before all else that the tokenizer does to a text."""
+    from tokenizers import normalizers
+
+    own = [backend.normalizer] if backend.normalizer is not None else []
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def _content(token: Any) -> str | None:

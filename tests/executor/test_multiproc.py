@@ -102,7 +102,7 @@ def test_calls_of_workers(llm):
     assert llm.collective_rpc(rank_of) == [0, 1]
     with pytest.raises(KeyError, match="rank 0"):
         llm.collective_rpc(failing)
-    with pytest.raises(AttributeError, match="no_such_method"):
+    with pytest.raises(ValueError, match="workers have no method no_such_method"):
         llm.collective_rpc("no_such_method")
     assert llm.collective_rpc(rank_of) == [0, 1]
 

@@ -224,6 +224,7 @@ def run_family(hf: dict[str, Any]) -> None:
     from quire.config.values import whole_number
     from quire.kernels import native
     from quire.kernels.paged_attention import AttentionShape
+    from quire.messages.kv_cache import FullAttentionSpec
     from quire.models.config_checks import count_parameters
     from quire.models.loading.loader import load_model
     from quire.models.registry import ModelRegistry, model_class
@@ -240,7 +241,9 @@ def run_family(hf: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         model = load_model(Checkpoint("x", "dummy", Path("x"), ()), hf, dtype, "cpu", model_impl="quire")
         runner = TinyRunner(model, 1)
-        if dtype is torch.bfloat16 and native.attention_fits(read.num_heads, read.num_kv_heads, read.head_dim):
+        keyed = all(isinstance(layer.kv_cache_spec(4, dtype), FullAttentionSpec) for layer in model.cache_layers())
+        fits = keyed and native.attention_fits(read.num_heads, read.num_kv_heads, read.head_dim)
+        if dtype is torch.bfloat16 and fits:
             shape = AttentionShape(read.num_heads, read.num_kv_heads, read.head_dim)
             runner.backend = NativeBackend([shape])
             for layer in model.cache_layers():

@@ -6,6 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from quire import LLM, PoolingParams, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.resolve_config import resolve_config
 from tests.pooling import models
 from tests.pooling.test_pooling import ARGUMENTS
 from tests.tiny_models import prompts
@@ -72,8 +74,16 @@ def test_one_class_is_a_score(tmp_path):
     with engine(tmp_path) as llm:
         found = llm.classify(PROMPTS, use_tqdm=False)
         rewards = llm.reward(PROMPTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+        each = llm.reward(PROMPTS, pooling_params=PoolingParams(task="token_classify"), use_tqdm=False)
+    assert [len(output.outputs.data) for output in each] == [len(ids) for ids in PROMPTS]
     assert_equal([output.outputs.probs for output in found], [row.sigmoid() for row in logits(model)])
     assert_equal([output.outputs.data for output in rewards], logits(model))
+
+
+def test_a_number_of_classes_that_no_model_has(tmp_path):
+    models.save("Qwen3ForSequenceClassification", tmp_path)
+    with pytest.raises(ValueError, match="num_labels 1000000000000; it must be a whole number from 1 to 1048576"):
+        engine(tmp_path, hf_overrides={"num_labels": 10**12})
 
 
 @pytest.mark.parametrize(
@@ -188,6 +198,17 @@ def test_any_decoder_is_made_one_that_embeds(tmp_path):
     assert_equal([output.outputs.embedding for output in found], [h[0] for h in hidden_states(model)])
     with engine(tmp_path) as llm:
         assert llm.llm_engine.config.pooling.setup is None
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"), [("embed", "embed"), ("score", "embed"), ("reward", "token_classify"), ("generate", None)]
+)
+def test_a_task_of_older_releases(tmp_path, task, expected):
+    models.save("LlamaForCausalLM", tmp_path)
+    config, _ = resolve_config(EngineConfig.from_kwargs(model=str(tmp_path), task=task, skip_tokenizer_init=True))
+    assert (config.pooling.setup and config.pooling.setup.task) == expected
+    with pytest.raises(ValueError, match="task is 'draft'; allowed: auto, generate, embed"):
+        EngineConfig.from_kwargs(model=str(tmp_path), task="draft")
 
 
 def test_long_inputs_in_parts(tmp_path):

@@ -13,6 +13,13 @@ from quire.engine.async_llm import PACE, AsyncLLM
 from quire.engine.input_processor import ParsedPrompt
 from quire.kernels import native
 from quire.messages.requests import ErrorKind
+from quire.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from tests.pooling import largest
 from tests.pooling.references import ARGUMENTS, PoolingReference, assert_close, make_pooling_reference
 
@@ -225,6 +232,28 @@ def test_a_method_registered_by_its_user(reference):
     assert_close(outputs, reference.vectors("LARGEST", normalize=False))
 
 
+def test_outputs_have_their_kinds(reference):
+    """As programs of vLLM make them of what `encode` gives."""
+    with engine(reference) as llm:
+        (whole,) = llm.encode([3, 4, 5], use_tqdm=False)
+        (each,) = llm.encode([3, 4, 5], pooling_task="token_embed", use_tqdm=False)
+        (embedded,) = llm.embed([3, 4, 5], use_tqdm=False)
+        with pytest.raises(ValueError, match="pooling_params have task 'token_embed', but 'embed' is asked for"):
+            llm.embed([3, 4, 5], pooling_params=PoolingParams(task="token_embed"), use_tqdm=False)
+    made = EmbeddingRequestOutput.from_base(whole)
+    for output in (made, embedded):
+        assert isinstance(output, EmbeddingRequestOutput) and isinstance(output, PoolingRequestOutput)
+        assert output.outputs.embedding == pytest.approx(whole.outputs.data.tolist(), abs=1e-5)
+        assert repr(output.outputs) == "EmbeddingOutput(hidden_size=64)"
+        assert output.finished and output.prompt_token_ids == [3, 4, 5]
+    for kind in (EmbeddingRequestOutput, ClassificationRequestOutput, ScoringRequestOutput):
+        with pytest.raises(ValueError, match=r"shape (is )?\[3, 64\]"):
+            kind.from_base(each)
+    score = PoolingRequestOutput("1", PoolingOutput(np.float32([0.5])), [3], 0, True)
+    assert ScoringRequestOutput.from_base(score).outputs.score == 0.5
+    assert ClassificationRequestOutput.from_base(score).outputs.num_classes == 1
+
+
 def test_wrong_input_is_refused(reference):
     with engine(reference) as llm:
         for wrong, message in (
@@ -233,6 +262,8 @@ def test_wrong_input_is_refused(reference):
             (lambda: llm.generate([[3], [4]], [GREEDY, PoolingParams()]), "this takes SamplingParams"),
             (lambda: llm.encode([[3], [4]], [PoolingParams()]), "2 prompts but 1 pooling_params"),
             (lambda: llm.encode([3], pooling_task="rank"), "task is 'rank'; it must be None or one of: embed"),
+            (lambda: llm.encode(None), "prompts is None; it must be a prompt, or a list of prompts"),
+            (lambda: llm.embed([3], truncate_prompt_tokens=0), "truncate_prompt_tokens is 0; it must be"),
             (lambda: llm.encode([3], PoolingParams(pooling_type="best")), "pooling_type is 'BEST'.*LAST, MEAN, CLS"),
             (lambda: llm.encode([3], PoolingParams(dimensions=65)), "dimensions is 65; .* hidden size, here 64"),
             (lambda: llm.encode([[]]), "the prompt is empty"),
@@ -245,7 +276,7 @@ def test_wrong_input_is_refused(reference):
             with pytest.raises(ValueError, match=message):
                 wrong()
         assert not llm.llm_engine.has_unfinished_requests()
-        assert len(llm.encode([3], use_tqdm=False)) == 1
+        assert len(llm.encode([3], use_tqdm=False)) == len(llm.encode(np.array([3, 4]), use_tqdm=False)) == 1
 
 
 def test_a_vector_with_nan_fails_its_request_alone(reference, tmp_path):
@@ -291,8 +322,16 @@ def test_steps_run_while_requests_are_added(reference, monkeypatch):
         monkeypatch.setattr(llm.llm_engine, "step", lambda: calls.append("step") or step())
         assert_close(llm.encode(given, use_tqdm=False), reference.vectors("LAST") * 3)
         assert calls.index("step") < len(reference.prompts) and calls.count("add") == len(given)
-        with pytest.raises(ValueError, match="the prompt is empty"):
-            llm.encode([*given, []], use_tqdm=False)
+        calls.clear()
+        for wrong, why in (([], "the prompt is empty"), ([3] * 300, "the prompt has 300 tokens")):
+            with pytest.raises(ValueError, match=why):
+                llm.encode([*given, wrong], use_tqdm=False)
+        with pytest.raises(ValueError, match="dimensions is 65"):
+            llm.encode([*given[:2], given[2]], [PoolingParams()] * 2 + [PoolingParams(dimensions=65)], use_tqdm=False)
+        assert calls == []  # refused before any was added
+        with pytest.raises(ValueError, match="token id 9999, out of vocabulary"):
+            llm.encode([*given, [9999]], use_tqdm=False)
+        assert "step" in calls
         while llm.llm_engine.client.core.has_unfinished():
             step()
         assert_idle(llm)

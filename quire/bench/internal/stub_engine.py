@@ -90,7 +90,6 @@ class StubEngine(AsyncControlMethods):
                 request_id,
                 PoolingOutput(np.full(self.vector_size, len(prompt.token_ids), np.float32)),
                 prompt.token_ids,
-                True,
                 finish_reason="stop",
             )
             for prompt, request_id in zip(prompts, request_ids, strict=True)

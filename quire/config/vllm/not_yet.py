@@ -71,8 +71,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "enable_moe_shared_loras": ("switch",),
         "max_lora_cls_labels": ("int",),
     },
-    "pooling models": {
-        "task": ("text", "auto", "generate"),
+    "further options of pooling models": {
         "io_processor_plugin": ("text",),
         "enable_flash_late_interaction": ("switch", True),
     },

@@ -41,7 +41,8 @@ OTHER_NAMES = {
     "guided_decoding_backend": "structured_outputs_backend",  # of older releases
     "override_pooler_config": "pooler_config",
 }
-KINDS = dict.fromkeys(OBJECTS, "json") | {"fail_on_environ_validation": "switch"}  # of what works without an option
+# Of what works without an option.
+KINDS = dict.fromkeys(OBJECTS, "json") | {"fail_on_environ_validation": "switch", "task": "text"}
 # vLLM's default is None: it means the default here too.
 NONE_IS_DEFAULT = (
     "async_scheduling",

@@ -130,13 +130,33 @@ OBJECTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+# Of older releases.
+TASKS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "generate": {"runner": "generate"},
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling"},
+    "reward": {"runner": "pooling", "convert": "reward"},
+}
+
+
+def of_task(task: Any) -> dict[str, Any]:
+    if not isinstance(task, str) or task not in TASKS:
+        raise ValueError(f"task is {task!r}; allowed: {', '.join(TASKS)}, or runner and convert in its place (--task)")
+    return TASKS[task]
+
+
 def unpack(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with their objects unpacked; an option of its own has precedence."""
     found: dict[str, Any] = {}
     for name, read in OBJECTS.items():
         if given.get(name) is not None:
             found |= read(_as_dict(name, given[name]))
-    return found | {name: value for name, value in given.items() if name not in OBJECTS}
+    if given.get("task") is not None:
+        found |= of_task(given["task"])
+    return found | {name: value for name, value in given.items() if name not in OBJECTS and name != "task"}
 
 
 def logging_options(given: Mapping[str, Any]) -> tuple[Any, Any]:

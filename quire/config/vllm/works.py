@@ -100,6 +100,7 @@ WORKS: dict[str, str] = {
     "override_generation_config": "engine/test_resolve_config.py::test_another_folder_and_single_values",
     "model_class_overrides": "compat/test_engine_flags.py::test_model_classes_of_your_own",
     "runner": "pooling/test_decoders.py::test_any_decoder_is_made_one_that_embeds",
+    "task": "pooling/test_decoders.py::test_a_task_of_older_releases",
     "convert": "pooling/test_decoders.py::test_columns_of_the_vocabulary_at_steps",
     "pooler_config": "pooling/test_decoders.py::test_any_decoder_is_made_one_that_embeds",
     "model_impl": "models/test_transformers_backend.py::test_auto_prefers_our_own",

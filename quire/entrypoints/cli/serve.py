@@ -134,8 +134,8 @@ def _serve(
     try:
         app = build_app(engine, config, engine.config, api_keys)
         url, context = base_url(sock, config), app.state.context
-        names, kind, pools = context.model_names, context.kind, context.pools
-        server = Server(app, config, ready=lambda: announce(url, names[0], kind, config, pools))
+        names, kind, task = context.model_names, context.kind, context.task
+        server = Server(app, config, ready=lambda: announce(url, names[0], kind, config, task))
         server.run(sockets=[sock])
     finally:
         in_order = server is not None and not server.force_exit

@@ -60,7 +60,7 @@ def _serve(args: ApiProcess) -> int:
 
         async def connect() -> None:
             channel = await peers.open()
-            channel.send(Started(server.context.model_names[0], server.context.kind, server.context.pools))
+            channel.send(Started(server.context.model_names[0], server.context.kind, server.context.task))
             await peers.serve(server, engine)
 
         server = Server(app, args.config, lambda: tasks.add(asyncio.create_task(connect())), supervised=True)

@@ -29,6 +29,7 @@ MAX_KEYS = 16  # named in one error
 SWITCH_WORDS = {"yes": True, "y": True, "on": True, "t": True, "no": False, "n": False, "off": False, "f": False}
 SWITCH_BYTES = tuple(f'"{word}"'.encode() for word in SWITCH_WORDS)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for a body that is no JSON
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -127,7 +128,7 @@ class BodyDecoder:
         for strict in (True, False):
             try:
                 return msgspec.json.decode(body, type=_without_unknown(into), strict=strict)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 unknown = UNKNOWN.search(str(error))
         request = decoded(body, into)
         names: Collection[str] = (unknown[1],) if unknown is not None else ()  # the first; enough for a large body
@@ -176,13 +177,13 @@ def decoded(body: bytes, into: type[T]) -> T:
             return msgspec.convert(_with_switches(msgspec.json.decode(body), into), into, strict=False)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _not_json(error) from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply", code="invalid_json") from None
 
 
 def _not_json(error: Exception) -> ApiError:
+    if isinstance(error, RecursionError):
+        return bad_request("the body is nested too deeply", code="invalid_json")
     return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
@@ -190,7 +191,7 @@ def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """An object's keys, and their values undecoded; a key that is no UTF-8 may have been skipped until here."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _not_json(error) from None
 
 

@@ -131,6 +131,12 @@ class ServerContext:
         return self.engine_config.pooling.setup is not None
 
     @property
+    def task(self) -> str | None:
+        """Of a model that pools."""
+        setup = self.engine_config.pooling.setup
+        return None if setup is None else setup.task
+
+    @property
     def kind(self) -> str:
         """For the log: what the model is served for, or how its text is parsed."""
         setup = self.engine_config.pooling.setup

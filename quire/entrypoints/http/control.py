@@ -200,7 +200,7 @@ def _refusing(handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except (ValueError, EngineCallError) as error:
+        except (ValueError, OverflowError, EngineCallError) as error:  # Overflow: of a number too large for messages
             raise bad_request(str(error)) from None
 
     return handle

@@ -26,7 +26,7 @@ class Dialect:
     open_paths: tuple[str, ...] = ()  # of its routes, those that need no key: nothing there is anybody's
     check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
     example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
-    pools: bool = False  # the example is for models that pool, not for those that generate
+    pooling_example: Callable[[str, str, str], str] | None = None  # of a model that pools, with its task
     error_formats: Mapping[str, Callable[[ApiError], bytes]] = field(default_factory=dict)  # by --error-format
     # For /openapi.json: what POST requests have as their body, by path, and the JSON schema of errors if not OpenAI's
     bodies: Mapping[str, type[msgspec.Struct]] = field(default_factory=dict)

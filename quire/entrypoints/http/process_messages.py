@@ -73,7 +73,7 @@ class Started(msgspec.Struct, tag=True):
 
     model_name: str
     kind: str  # what it makes of the model, for the log
-    pools: bool = False
+    task: str | None = None  # of a model that pools
 
 
 class Failed(msgspec.Struct, tag=True):

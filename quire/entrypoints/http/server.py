@@ -242,16 +242,18 @@ class Certificate:
             logger.info("the TLS certificate was loaded again")
 
 
-def announce(url: str, name: str, kind: str, config: ServerConfig | None = None, pools: bool = False) -> None:
-    """`kind`: what the server makes of the model, in words."""
+def announce(url: str, name: str, kind: str, config: ServerConfig | None = None, task: str | None = None) -> None:
+    """`kind`: what the server makes of the model, in words. `task`: of a model that pools."""
     config = config or ServerConfig()
     logger.info("serving %s at %s", name, url)
     logger.info(kind)
     if config.tokens_only or url.startswith("unix:"):
         return
     for dialect in dialects():
-        if dialect.example is not None and dialect.pools == pools:
+        if task is None and dialect.example is not None:
             logger.info("try: %s", dialect.example(url, name))
+        elif task is not None and dialect.pooling_example is not None:
+            logger.info("try: %s", dialect.pooling_example(url, name, task))
     if not config.disable_page:
         logger.info("or open %s/ in a browser", url)
         if config.open:  # in a thread: a browser in the terminal would hold up the server

@@ -111,7 +111,7 @@ class Supervisor:
                     logger.info(line)
                 logger.info("%d API processes, ready in %.1f s", len(self._apis), time.perf_counter() - began)
                 one = self._started[0]
-                announce(url, one.model_name, one.kind, self.config, one.pools)
+                announce(url, one.model_name, one.kind, self.config, one.task)
                 await self._until(lambda: self._ending)
                 await self._end_apis()
         finally:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from quire.config.pooling import EMBED, PoolingSetup
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
 from quire.tokenizer.tokenizer import Tokenizer, groups_to_encode
+
+if TYPE_CHECKING:
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
 SIDES = (None, "left", "right")
 
@@ -43,7 +46,7 @@ class PoolingInputs:
     def __init__(self, config: EngineConfig, tokenizer: Callable[[], Tokenizer], longest: int) -> None:
         """`tokenizer`: raises where there is none. `longest`: in tokens."""
         self.setup, self.longest = config.pooling.setup, longest
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat_template = tokenizer, config.model.chat_template
         self._has_types = (config.model.hf_config.get("type_vocab_size") or 0) > 1
 
     @cached_property
@@ -54,6 +57,12 @@ class PoolingInputs:
     def _frame(self) -> list[int]:
         """The tokens that the tokenizer puts around a text."""
         return self.tokenizer.encode("", add_special_tokens=True)
+
+    @cached_property
+    def _renderer(self) -> "ChatRenderer":
+        from quire.entrypoints.chat_renderer import ChatRenderer  # imports jinja2
+
+        return ChatRenderer(self.tokenizer, self._chat_template)
 
     def named_prompt(self, name: str | None) -> str:
         """What sentence-transformers puts before a text: by name, else the model's default."""
@@ -68,14 +77,23 @@ class PoolingInputs:
         return prompts[name]
 
     def texts(
-        self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = ""
+        self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = "", around: str = ""
     ) -> list[ParsedPrompt]:
+        """`around`: what a template makes of no text, whose tokens stay where a text is cut."""
         prompts = []
+        if self.setup is not None and self.setup.messages and EMBED in self.setup.tasks:
+            around = self._conversation(prefix, "") if cut.keep is not None else ""
+            texts, prefix, special = [self._conversation(prefix, text) for text in texts], "", False
+        frame = self._frame if special else self.tokenizer.encode(around, add_special_tokens=False)
         for group in groups_to_encode(texts, len):
             given = [prefix + text for text in group] if prefix else group
             for text, ids in zip(given, self.tokenizer.encode_batch(given, special), strict=True):
-                prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, special)))
+                prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, frame)))
         return prompts
+
+    def _conversation(self, prompt: str, text: str) -> str:
+        first = [{"role": "system", "content": prompt}] if prompt else []
+        return self._renderer.render([*first, {"role": "user", "content": text}], add_generation_prompt=False)
 
     def ids(self, prompts: Sequence[list[int]], cut: Truncation = ALL) -> list[ParsedPrompt]:
         most = cut.most(self.longest)
@@ -90,7 +108,7 @@ class PoolingInputs:
         prompts = []
         for group in groups_to_encode(pairs, lambda pair: len(pair[0]) + len(pair[1])):
             for ids, types in self.tokenizer.encode_pairs(group):
-                found = ParsedPrompt(None, self._cut_text(ids, cut, special=True))
+                found = ParsedPrompt(None, self._cut_text(ids, cut, self._frame))
                 if self._has_types:
                     most = len(found.token_ids)
                     found.token_types = types[-most:] if cut.side == "left" else types[: most - 1] + types[-1:]
@@ -111,12 +129,11 @@ class PoolingInputs:
         offsets = found[1]
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
-    def _cut_text(self, ids: list[int], cut: Truncation, special: bool) -> list[int]:
+    def _cut_text(self, ids: list[int], cut: Truncation, frame: list[int]) -> list[int]:
         """As transformers cuts: the tokens around a text stay."""
         most = cut.most(self.longest)
         if most is None or len(ids) <= most:
             return ids
-        frame = self._frame if special else []
         if cut.side == "left":
             first = _common(frame, ids)
             return ids[:first] + ids[len(ids) - max(0, most - first) :] if first < most else ids[:most]

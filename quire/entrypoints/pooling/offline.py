@@ -1,5 +1,6 @@
 """`LLM`'s methods for models that pool."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,15 @@ from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.llm_inputs import as_prompts, per_prompt
 from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
-from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored
+from quire.entrypoints.pooling.scoring import (
+    TASKS,
+    Pairs,
+    ScoreOptions,
+    by_template,
+    score_prompts,
+    score_type,
+    scored,
+)
 from quire.messages.pooling_params import PoolingParams
 from quire.pooling.outputs import (
     ClassificationRequestOutput,
@@ -19,8 +28,6 @@ from quire.pooling.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    as_classification,
-    as_embedding,
 )
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -29,6 +36,12 @@ if TYPE_CHECKING:
 
 Tqdm = bool | Callable[..., Any]
 Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+def _is_text(prompt: Any) -> bool:
+    if isinstance(prompt, dict) and prompt.keys() <= {"prompt", "cache_salt"}:
+        prompt = prompt.get("prompt")
+    return isinstance(prompt, str)
 
 
 class PoolingMethods:
@@ -64,13 +77,18 @@ class PoolingMethods:
         """
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
-        given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
+        keep = keep if truncate_prompt_tokens is None else truncate_prompt_tokens
+        default = PoolingParams(task=pooling_task, truncate_prompt_tokens=keep)
+        given = per_prompt(default if pooling_params is None else pooling_params, PoolingParams, len(many))
+        other = next((one.task for one in given if one.task not in (None, pooling_task)), None)
+        if other is not None and pooling_task is not None:
+            raise ValueError(f"pooling_params have task {other!r}, but {pooling_task!r} is asked for; leave one out")
         params = [
             one.replace_unchecked(
-                task=one.task or given.task,
-                truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
+                task=one.task or default.task,
+                truncate_prompt_tokens=one.truncate_prompt_tokens or default.truncate_prompt_tokens,
             )
-            for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
+            for one in given
         ]
         parsed = self._with_adapters(self._parsed(many, params, special, prompt_name), lora_request)
         return self._pool(parsed, params, use_tqdm)
@@ -97,7 +115,7 @@ class PoolingMethods:
             tokenization_kwargs=tokenization_kwargs,
             prompt_name=prompt_name,
         )
-        return [as_embedding(output) for output in found]
+        return [EmbeddingRequestOutput.from_base(output) for output in found]
 
     def classify(
         self,
@@ -117,7 +135,7 @@ class PoolingMethods:
             pooling_task=CLASSIFY,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [as_classification(output) for output in found]
+        return [ClassificationRequestOutput.from_base(output) for output in found]
 
     def reward(
         self,
@@ -132,12 +150,14 @@ class PoolingMethods:
         """A reward for each token or step, or one for the prompt, as the model gives them: `outputs.data`."""
         setup = self.llm_engine.config.pooling.setup
         task = setup.task if setup is not None and setup.task in (CLASSIFY, TOKEN_CLASSIFY) else TOKEN_CLASSIFY
+        given = [pooling_params] if isinstance(pooling_params, PoolingParams) else pooling_params or ()
+        named = any(isinstance(one, PoolingParams) and one.task is not None for one in given)
         return self.encode(
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
-            pooling_task=task,
+            pooling_task=None if named else task,
             tokenization_kwargs=tokenization_kwargs,
         )
 
@@ -162,13 +182,14 @@ class PoolingMethods:
         params = pooling_params or PoolingParams()
         if params.task not in (None, task):
             raise ValueError(f"task is {params.task!r}; this model scores by {task!r}")
-        keep = truncate_prompt_tokens or tokenization(tokenization_kwargs)[0] or params.truncate_prompt_tokens
+        keeps = (truncate_prompt_tokens, tokenization(tokenization_kwargs)[0], params.truncate_prompt_tokens)
+        keep = next((one for one in keeps if one is not None), None)
         cut = Truncation(keep)
         cut.check(self._pooling_inputs.longest)
         pairs = Pairs.of(data_1, data_2, ("data_1", "data_2"))
         given = chat_template if chat_template is not None else self.llm_engine.config.model.chat_template
         options = ScoreOptions(cut, template=None if given is None else read_template(given))
-        renderer = self._chat_renderer if options.template is not None else None
+        renderer = self._chat_renderer if by_template(setup, options) else None
         prompts = self._with_adapters(score_prompts(self._pooling_inputs, pairs, options, renderer), lora_request)
         params = params.replace_unchecked(task=task, truncate_prompt_tokens=None)
         outputs = self._pool(prompts, [params] * len(prompts), use_tqdm)
@@ -196,16 +217,33 @@ class PoolingMethods:
     def _parsed(
         self, prompts: list[Any], params: Sequence[PoolingParams], special: bool, prompt_name: str | None
     ) -> list[ParsedPrompt]:
+        """Cut as their parameters say; texts keep the tokens around them."""
         inputs = self._pooling_inputs
         prefix = inputs.named_prompt(prompt_name)
-        cuts = {one.truncate_prompt_tokens for one in params}
-        if len(cuts) == 1 and prompts and all(isinstance(prompt, str) for prompt in prompts):
-            cut = Truncation(next(iter(cuts)))
+        places: defaultdict[tuple[int | None, bool], list[int]] = defaultdict(list)  # by truncation; of texts or others
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            places[one.truncate_prompt_tokens, _is_text(prompt)].append(place)
+        parsed: dict[int, ParsedPrompt] = {}
+        for (keep, of_texts), some in places.items():
+            cut = Truncation(keep)
             cut.check(inputs.longest)
-            return inputs.texts(prompts, special, cut, prefix)
-        if prefix:
-            prompts = [prefix + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self.llm_engine.input_processor.parse_many(prompts, special)
+            given = [prompts[place] for place in some]
+            found = self._of_texts(given, special, cut, prefix) if of_texts else self._of_others(given, special, cut)
+            parsed.update(zip(some, found, strict=True))
+        return [parsed[place] for place in range(len(prompts))]
+
+    def _of_texts(self, given: list[Any], special: bool, cut: Truncation, prefix: str) -> list[ParsedPrompt]:
+        texts = [one if isinstance(one, str) else one["prompt"] for one in given]
+        found = self._pooling_inputs.texts(texts, special, cut, prefix)
+        for prompt, one in zip(found, given, strict=True):
+            prompt.cache_salt = None if isinstance(one, str) else one.get("cache_salt")
+        return found
+
+    def _of_others(self, given: list[Any], special: bool, cut: Truncation) -> list[ParsedPrompt]:
+        found, most = self.llm_engine.input_processor.parse_many(given, special), cut.most(self._pooling_inputs.longest)
+        for prompt in found if most is not None else ():
+            prompt.token_ids = prompt.token_ids[:most]
+        return found
 
     def _pool(
         self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm
@@ -213,10 +251,20 @@ class PoolingMethods:
         setup = self.llm_engine.config.pooling.setup
         task = params[0].task if params else None
         parts, counts = split_long(prompts, setup, task, self.llm_engine.max_model_len)
-        if counts is None:
-            return self._run_while_adding(prompts, params, use_tqdm)
-        repeated = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
-        return joined(self._run_while_adding(parts, repeated, use_tqdm), counts)
+        if counts is not None:
+            params = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
+        self._check(parts, params)
+        outputs = self._run_while_adding(parts, params, use_tqdm)
+        return outputs if counts is None else joined(outputs, counts)
+
+    def _check(self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams]) -> None:
+        """Before any is computed, what can be told of all at once: if all lengths are allowed these two are."""
+        if not prompts:
+            return
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        for one in {id(one): one for one in params}.values():
+            for length in (min(lengths), max(lengths)):
+                self.llm_engine.input_processor.check_pooling(prompts[lengths.index(length)], one)
 
     def _run_while_adding(
         self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm

@@ -11,7 +11,16 @@ from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.pooling.endpoint import Answer, PoolingEndpoint, json_body
 from quire.entrypoints.pooling.inputs import Truncation
 from quire.entrypoints.pooling.protocol import RerankRequest, ScoreRequest, ScoringRequest
-from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored, text_of
+from quire.entrypoints.pooling.scoring import (
+    TASKS,
+    Pairs,
+    ScoreOptions,
+    by_template,
+    score_prompts,
+    score_type,
+    scored,
+    text_of,
+)
 from quire.messages.pooling_params import PoolingParams
 
 NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
@@ -53,7 +62,7 @@ class ScoringEndpoint(PoolingEndpoint[S]):
             kwargs | (request.chat_template_kwargs or {}),
             max_chars=context.config.max_request_bytes,
         )
-        renderer = context.renderer if template is not None else None
+        renderer = context.renderer if by_template(self.setup, options) else None
         prompts = score_prompts(self.inputs, pairs, options, renderer)
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest > self.inputs.longest:

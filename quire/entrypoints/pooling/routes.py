@@ -12,6 +12,7 @@ from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
 from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from quire.entrypoints.pooling.cohere import CohereEmbedEndpoint
 from quire.entrypoints.pooling.embeddings import ClassifyEndpoint, EmbeddingsEndpoint, PoolEndpoint
+from quire.entrypoints.pooling.endpoint import ROUTES
 from quire.entrypoints.pooling.rerank import RerankEndpoint, ScoreEndpoint
 
 PATHS = (
@@ -58,11 +59,9 @@ def routes(context: ServerContext) -> list[Route]:
     return found
 
 
-def example(url: str, name: str) -> str:
+def example(url: str, name: str, task: str) -> str:
     body = json.dumps({"model": name, "input": "Hello"})
-    return f"curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}{ROUTES.get(task, '/pooling')} -H 'Content-Type: application/json' -d '{body}'"
 
 
-POOLING = Dialect(
-    "pooling", routes, error_body, prefixes=PATHS, example=example, pools=True, error_formats=ERROR_BODIES
-)
+POOLING = Dialect("pooling", routes, error_body, prefixes=PATHS, pooling_example=example, error_formats=ERROR_BODIES)

@@ -72,7 +72,9 @@ class ScoreOptions:
     cut: Truncation = ALL
     max_query: int = 0  # tokens; 0: all
     max_document: int = 0
-    template: str | None = None  # Jinja text that makes one prompt of both texts
+    template: str | None = (
+        None  # Jinja text that makes one prompt of both texts; None: the model's, if it has one for that
+    )
     template_kwargs: Mapping[str, Any] | None = None
     max_chars: int | None = None  # of all pairs
 
@@ -90,7 +92,8 @@ def score_type(setup: PoolingSetup | None) -> str:
 def score_prompts(
     inputs: PoolingInputs, pairs: Pairs, options: ScoreOptions, renderer: "ChatRenderer | None"
 ) -> list[ParsedPrompt]:
-    """A prompt for each pair for a cross-encoder, else one for each query and document."""
+    """A prompt for each pair for a cross-encoder, else one for each query and document. `renderer`: where a template
+    makes the prompts of pairs."""
     for name, most in (("max_tokens_per_query", options.max_query), ("max_tokens_per_doc", options.max_document)):
         if not 0 <= most < inputs.longest:
             raise ValueError(f"{name} is {most}; it must be from 0 to less than max_model_len {inputs.longest}")
@@ -110,19 +113,33 @@ def score_prompts(
             f"the pairs have {count} characters, the query's with each document; at most {options.max_chars} are "
             "tokenized (--max-request-bytes)"
         )
-    if options.template is None:
+    if renderer is None:
         return inputs.pairs(pairs.both(), options.cut)
-    assert renderer is not None
-    texts = [
-        renderer.render(
-            [{"role": "query", "content": query}, {"role": "document", "content": document}],
+    first = _first_messages(inputs.setup, options)
+
+    def rendered(query: str, document: str) -> str:
+        return renderer.render(
+            [*first, {"role": "query", "content": query}, {"role": "document", "content": document}],
             chat_template=options.template,
             add_generation_prompt=False,
             template_kwargs=options.template_kwargs,
         )
-        for query, document in pairs.both()
-    ]
-    return inputs.texts(texts, special=False, cut=options.cut)
+
+    around = rendered("", "") if options.cut.keep is not None else ""
+    return inputs.texts([rendered(*pair) for pair in pairs.both()], special=False, cut=options.cut, around=around)
+
+
+def by_template(setup: PoolingSetup | None, options: ScoreOptions) -> bool:
+    """Whether a chat template makes the prompts of pairs."""
+    return options.template is not None or (setup is not None and setup.messages)
+
+
+def _first_messages(setup: PoolingSetup | None, options: ScoreOptions) -> list[dict[str, str]]:
+    """sentence-transformers' prompt of a pair is the system's message."""
+    if setup is None or not setup.messages:
+        return []
+    instruction = (options.template_kwargs or {}).get("instruction", setup.instruction)
+    return [{"role": "system", "content": str(instruction)}] if instruction else []
 
 
 def _prompts_of_sides(inputs: PoolingInputs) -> tuple[str, str]:
@@ -152,7 +169,7 @@ def _scoring(
 ) -> ScoringRequestOutput:
     tokens = output.prompt_token_ids if query is None else query.prompt_token_ids + output.prompt_token_ids
     return ScoringRequestOutput(
-        output.request_id, ScoringOutput(score), tokens, True, output.num_cached_tokens, output.finish_reason
+        output.request_id, ScoringOutput(score), tokens, output.num_cached_tokens, finish_reason=output.finish_reason
     )
 
 

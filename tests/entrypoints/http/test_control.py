@@ -109,8 +109,9 @@ def test_new_weights(server: ServerProcess) -> None:
         ("/init_weight_transfer_engine", {"init_info": {}}, "--weight-transfer-config"),
         ("/start_draft_weight_update", None, "not available yet"),
         ("/collective_rpc", {"method": "_make_proposer"}, "must be a public method of workers"),
-        ("/collective_rpc", {"method": "no_such"}, "no_such"),
+        ("/collective_rpc", {"method": "no_such"}, "workers have no method no_such"),
         ("/collective_rpc", {}, "method"),
+        ("/collective_rpc", {"method": "describe", "args": [2**70]}, "can't serialize ints"),
     ],
 )
 def test_wrong_requests_say_what_is_allowed(server: ServerProcess, path: str, body: Any, why: str) -> None:

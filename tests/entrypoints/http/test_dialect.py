@@ -116,3 +116,13 @@ def test_examples_are_announced(plugin: Plugin, caplog: pytest.LogCaptureFixture
     assert "tool calls: json, reasoning: none" in said
     assert "serving small at http://here:1" in said and "try: own http://here:1 small" in said
     assert "try: curl http://here:1/v1/chat/completions" in said
+
+
+@pytest.mark.parametrize(
+    ("task", "path"), [("embed", "/v1/embeddings"), ("classify", "/classify"), ("token_classify", "/pooling")]
+)
+def test_the_example_is_what_the_model_can_do(caplog: pytest.LogCaptureFixture, task: str, path: str) -> None:
+    with caplog.at_level("INFO", "quire"):
+        announce("http://here:1", "small", f"pooling: {task}", task=task)
+    (tried,) = (record.message for record in caplog.records if record.message.startswith("try: "))
+    assert tried.startswith(f"try: curl http://here:1{path} ")

@@ -109,6 +109,9 @@ def test_invocations_go_to_the_endpoint_whose_field_they_have(server: StubServer
     assert untyped.status_code == 415
     refused = server.post("/invocations", {"input": "x"})
     assert refused.status_code == 400 and "messages, prompt" in refused.json()["error"]["message"]
+    deep = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    refused = server.post("/invocations", content=deep, headers={"content-type": "application/json"})
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == "the body is nested too deeply"
 
 
 @pytest.mark.parametrize("content_type", [b"text/plain", b"application/json"])
