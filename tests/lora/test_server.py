@@ -174,6 +174,15 @@ def test_places_that_are_not_allowed(tmp_path):
             adapters.check_path(str(allowed / name))
 
 
+def test_a_name_that_the_base_has():
+    engine = stub_engine()
+    engine.config.lora.enable_lora = True
+    for names, taken in ((("base", "other"), "other"), ((), engine.model_name)):
+        config = ServerConfig(lora_modules=(f"{taken}=/a",), served_model_name=names)
+        with pytest.raises(ValueError, match=f"'{taken}' is the name of the base model"):
+            ServerContext(engine, config, engine.config)
+
+
 def test_folders_of_a_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     engine, folder = stub_engine(), random_adapter(tmp_path / "tuned", 1)

@@ -52,6 +52,8 @@ class ServedAdapters:
         self._by_name = {lora.lora_name: lora for lora in given}
         if len(self._by_name) < len(given):
             raise ValueError("--lora-modules has a name twice; each adapter needs its own")
+        if taken := self._by_name.keys() & {base_model, *config.served_model_name}:
+            raise ValueError(f"--lora-modules: {shown(taken.pop())} is the name of the base model; choose another")
         if not enabled and (self._by_name or config.lora_folder):
             raise ValueError("--lora-modules and --lora-folder need --enable-lora")
         self._allowed = [Path(path).expanduser().resolve() for path in config.lora_allowed_paths]
