@@ -146,6 +146,7 @@ def test_names_of_adapters_count_where_others_are_not_checked(tmp_path):
     context = ServerContext(engine, config, engine.config)
     assert [context.check_model(name) for name in (None, "", "base", "gpt", "tuned")] == ["base"] * 4 + ["tuned"]
     assert context.adapter("tuned").lora_name == "tuned" and context.adapter("base") is None
+    assert context.check_model("é" * 200) == "base", "more bytes than a file's name may have"
     context.config.skip_model_name_validation = False
     (tmp_path / "tuned" / "adapter_config.json").unlink()
     context.adapters.forget("tuned")

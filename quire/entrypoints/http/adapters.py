@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ class ServedAdapters:
         found = self._by_name.get(name)
         if found is None and self.enabled and self._config.lora_folder and re.fullmatch(r"[\w-][\w.-]*", name):
             folder = Path(self._config.lora_folder).expanduser() / name
-            if len(name) <= MAX_LORA_NAME and (folder / CONFIG).is_file():
+            if len(name) <= MAX_LORA_NAME and os.path.isfile(folder / CONFIG):  # False for what no file can be
                 found = _request(name, str(folder), self.base_model)
                 self.register(found)
         return found
