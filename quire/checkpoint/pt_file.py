@@ -1,7 +1,10 @@
 """Tensors of PyTorch .bin files: pickles, read only by torch's restricted loader, which runs no code."""
 
 import pickle
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,11 +32,12 @@ class PtTensor:
         copy_into(self.name, self.stored.narrow(dim, start, out.shape[dim]), out)
 
 
-def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:
-    """All tensors, shard by shard."""
+def open_pt(files: tuple[Path, ...], copies: bool = False) -> Iterator[PtTensor]:
+    """All tensors, shard by shard. `copies`: of copies of the files. The process would end if one that is mapped were
+    cut short, as by a trainer that saves anew."""
     homes: dict[str, Path] = {}
     for file in files:
-        for name, stored in _load(file).items():
+        for name, stored in _load(file, copies).items():
             if name in homes:
                 raise ValueError(
                     f"Tensor {name} is in both {homes[name]} and {file}; remove the file that does not belong"
@@ -42,12 +46,13 @@ def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:
             yield PtTensor(name, stored)
 
 
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    # Files from before torch 1.6 are no zip archives and cannot be memory-mapped: such a shard is read as a whole.
-    with file.open("rb") as stream:
-        mapped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+def _load(file: Path, copies: bool) -> dict[str, torch.Tensor]:
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        with _copy_of(file) if copies else nullcontext(file) as source:
+            # Files from before torch 1.6 are no zip archives and cannot be memory-mapped: such a shard is read whole.
+            with source.open("rb") as stream:
+                mapped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{file} is refused: it is damaged, or a pickle that asks for more than tensors, which could run code "
@@ -61,6 +66,15 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             raise ValueError(f"{file}: {name!r} is a {type(value).__name__}, not a dense tensor; this is no checkpoint")
     return content
+
+
+@contextmanager
+def _copy_of(file: Path) -> Iterator[Path]:
+    """Removed at the end; what is mapped of it stays."""
+    with file.open("rb") as stream, tempfile.NamedTemporaryFile() as copy:
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """Which adapters are in host memory and in slots of the device, and which requests wait for theirs.
 
 The core's side of lora/adapters.py, without torch. An adapter that a request waits for or uses is held; the others make
-room for those that are wanted, the least recently used first. If all slots are held, the adapter that has had its slot
-longest gets no new requests until it has made room: traffic for some adapters never keeps out the others.
+room for those that are wanted, the least recently used first. One that is on disk waits until host memory has room, or
+until no other is on its way to a slot. If all slots are held, the adapter that has had its slot longest gets no new
+requests until it has made room: traffic for some adapters never keeps out the others.
 """
 
 import enum
@@ -17,10 +18,11 @@ MAX_FAILURES = 1000  # that are remembered
 
 
 class Place(enum.IntEnum):
-    READING = 0  # into host memory
-    HOST = 1
-    COPYING = 2  # into its slot
-    SLOT = 3
+    DISK = 0
+    READING = 1  # into host memory
+    HOST = 2
+    COPYING = 3  # into its slot
+    SLOT = 4
 
 
 class AdapterWorkers(Protocol):
@@ -40,7 +42,7 @@ class AdapterWorkers(Protocol):
 @dataclass
 class Entry:
     request: LoRARequest
-    place: Place = Place.READING
+    place: Place = Place.DISK
     content: bytes = b""
     slot: int = -1
     used: int = 0  # when it was last, by count
@@ -74,6 +76,7 @@ class Residency:
         self._entries: dict[int, Entry] = {}
         self._of_request: dict[str, Entry] = {}
         self._free = list(reversed(range(max_loras)))
+        self._unread: deque[Entry] = deque()  # on disk, until host memory has room
         self._wanting: deque[Entry] = deque()  # in host memory, with requests that wait for a slot
         self._clock = itertools.count(1)
         self._moving: set[int] = set()
@@ -105,7 +108,11 @@ class Residency:
             raise ValueError(
                 f"adapter {entry.request.lora_name!r} is in use, pinned or being loaded; load it anew when it is not"
             )
-        return self._known(lora)
+        entry = self._known(lora)
+        if entry.place == Place.DISK:  # at once: who asks for it may be the one that makes steps
+            self._evict_from_host(1)
+            self._load(entry)
+        return entry
 
     def _known(self, lora: LoRARequest) -> Entry:
         """Its entry; a new one if there is none, or if it is to be loaded anew and no request has it."""
@@ -115,10 +122,8 @@ class Residency:
             entry = None
         if entry is None:
             entry = self._entries[lora.lora_int_id] = Entry(lora)
-            self._num_loads += 1
-            self._moving.add(lora.lora_int_id)
+            self._unread.append(entry)
             self._failures.pop(lora.lora_int_id, None)
-            self._workers.load_adapter(lora)
         elif (entry.request.lora_name, entry.request.lora_path) != (lora.lora_name, lora.lora_path):
             there = entry.request
             raise ValueError(
@@ -139,6 +144,8 @@ class Residency:
         if request_id in entry.waiting:
             entry.waiting.remove(request_id)
         entry.used = next(self._clock)
+        if entry.place == Place.DISK and entry.idle:
+            self._forget(entry)
         self._assign()
 
     def poll(self) -> Change:
@@ -202,10 +209,10 @@ class Residency:
         could not be."""
         if lora_id in self._failures:
             raise ValueError(self._failures[lora_id])
-        return lora_id not in self._entries or self._entries[lora_id].place != Place.READING
+        return lora_id not in self._entries or bool(self._entries[lora_id].content)
 
     def loaded(self) -> list[int]:
-        return sorted(number for number, entry in self._entries.items() if entry.place != Place.READING)
+        return sorted(number for number, entry in self._entries.items() if entry.place >= Place.HOST)
 
     def stats(self) -> AdapterStats:
         entries = self._entries.values()
@@ -213,7 +220,7 @@ class Residency:
             self._max_loras,
             tuple(sorted(entry.request.lora_name for entry in entries if entry.holders)),
             tuple(sorted(entry.request.lora_name for entry in entries if entry.waiting)),
-            sum(entry.place != Place.READING for entry in entries),
+            sum(entry.place >= Place.HOST for entry in entries),
             sum(entry.place == Place.SLOT for entry in entries),
             self._num_loads,
             self._num_placed,
@@ -239,6 +246,24 @@ class Residency:
             self._moving.add(entry.request.lora_int_id)
             self._workers.place_adapter(entry.request.lora_int_id, slot)
         self._drain()
+        self._read()
+
+    def _read(self) -> None:
+        """Those on disk, in order, while there is room; one even without, if no other is on its way to a slot."""
+        while self._unread:
+            self._evict_from_host(1)
+            places = [entry.place for entry in self._entries.values()]
+            full = sum(place != Place.DISK for place in places) >= self._num_host
+            if full and (self._wanting or Place.READING in places):
+                return
+            self._load(self._unread[0])
+
+    def _load(self, entry: Entry) -> None:
+        self._unread.remove(entry)
+        entry.place = Place.READING
+        self._num_loads += 1
+        self._moving.add(entry.request.lora_int_id)
+        self._workers.load_adapter(entry.request)
 
     def _drain(self) -> None:
         """As many make room as adapters want a slot."""
@@ -262,13 +287,18 @@ class Residency:
         slot, entry.slot = entry.slot, -1
         entry.place, entry.draining = Place.HOST, False
         self._num_evicted += 1
+        if self._unread and entry.waiting:  # behind those on disk, which it would keep out of host memory
+            self._workers.drop_adapter(entry.request.lora_int_id)
+            entry.place = Place.DISK
+            self._unread.append(entry)
         self._want(entry)
         return slot
 
-    def _evict_from_host(self) -> None:
-        kept = [e for e in self._entries.values() if e.place != Place.READING]
+    def _evict_from_host(self, room: int = 0) -> None:
+        """The least recently used, until `room` more fit or requests have all that is left."""
+        kept = [e for e in self._entries.values() if e.place != Place.DISK]
         spare = sorted((e for e in kept if e.place == Place.HOST and e.idle), key=lambda e: e.used)
-        for entry in spare[: max(0, len(kept) - self._num_host)]:
+        for entry in spare[: max(0, len(kept) + room - self._num_host)]:
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
@@ -276,7 +306,8 @@ class Residency:
             self._free.append(entry.slot)
         for request_id in (*entry.waiting, *entry.holders):
             self._of_request.pop(request_id, None)
-        if entry in self._wanting:
-            self._wanting.remove(entry)
+        for queue in (self._wanting, self._unread):
+            if entry in queue:
+                queue.remove(entry)
         self._workers.drop_adapter(entry.request.lora_int_id)
         del self._entries[entry.request.lora_int_id]

@@ -6,6 +6,7 @@ import msgspec
 
 MAX_LORA_NAME, MAX_LORA_PATH = 256, 4096
 MAX_LORA_ID = 2**31 - 1
+CONFIG, SAFETENSORS, PICKLED = ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -31,6 +32,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
         number = self.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= MAX_LORA_ID:
             raise ValueError(f"lora_int_id is {number!r}; it must be a whole number from 1 to {MAX_LORA_ID}")
+        if not isinstance(self.base_model_name, str | None):
+            raise ValueError(f"base_model_name is {str(self.base_model_name)[:80]!r}; it must be a text, or None")
         if self.tensorizer_config_dict:
             raise ValueError("tensorizer_config_dict is not available; leave it out")
 

@@ -144,6 +144,50 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
         read_hashed(file, Pool(), new_memory)
 
 
+def test_a_pickled_file_that_is_cut_short_meanwhile(tmp_path, monkeypatch):
+    folder, load = save(tmp_path / "a", tensors(torch.bfloat16), pickled=True), torch.load
+    right = read(folder)
+
+    def cut_short(*arguments, **options):
+        content = load(*arguments, **options)
+        os.truncate(folder / "adapter_model.bin", 10)
+        return content
+
+    monkeypatch.setattr(torch, "load", cut_short)
+    assert read(folder).content == right.content
+
+
+def test_numbers_that_are_seen_as_many(tmp_path):
+    numbers = torch.ones(RANK * 1000)
+    many = {f"{MODULE.format(i)}.lora_A.weight": numbers.view(RANK, 1000) for i in range(4)}
+    with pytest.raises(ValueError, match=r"up to .* the tensors are larger than adapter_model.bin"):
+        read(save(tmp_path / "a", many, pickled=True))
+
+
+def test_files_that_are_large_for_nothing(tmp_path, monkeypatch):
+    """What has no tensor, and what memory has no room for, is not read."""
+    folder = save(tmp_path / "a", tensors(torch.bfloat16))
+    file, right = folder / "adapter_model.safetensors", read(folder).content
+    monkeypatch.setattr(peft, "MOST_UNSEEN", 1000)
+    assert read(folder).content == right
+    with monkeypatch.context() as full:
+        full.setattr(peft, "available_memory", lambda: file.stat().st_size - 1)
+        with pytest.raises(ValueError, match=r"bytes; \d+ are free in memory"):
+            read(folder)
+    os.truncate(file, file.stat().st_size + 1)
+    with pytest.raises(ValueError, match="more than its tensors"):
+        read(folder)
+    (folder / "adapter_config.json").write_text(" " * (peft.MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ValueError, match="has 16777217 bytes; at most 16777216 are read"):
+        read(folder)
+
+
+def test_a_folder_of_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = save(tmp_path / "a", tensors(torch.bfloat16))
+    assert read("~/a").content == read(folder).content
+
+
 def test_small_copies_share_a_buffer_and_wait_for_what_is_in_it():
     link = LateLink()
     staging = Staging([link.buffer(256), link.buffer(256)], link.copy, link.mark)

@@ -241,6 +241,7 @@ def test_a_folder_that_is_none(one, tmp_path):
         (("x", 0, "p"), "lora_int_id is 0"),
         (("", 1, "p"), "lora_name is"),
         (("x", 1), "lora_path"),
+        (("x", 1, "p", 5), "base_model_name is '5'"),
     ):
         with pytest.raises(ValueError, match=message):
             LoRARequest(*arguments)

@@ -34,6 +34,11 @@ class Workers:
         self.host.discard(lora_id)
         self.slots = {slot: one for slot, one in self.slots.items() if one != lora_id}
 
+    @property
+    def num_host(self):
+        """In host memory, or on their way there."""
+        return len(self.host) + sum(kind == "load" for kind, *_ in self.tasks)
+
     def work(self, count=None):
         self.done, self.tasks = self.tasks[:count], self.tasks[count:] if count is not None else []
 
@@ -118,6 +123,73 @@ def test_host_memory_is_bounded():
         residency.release(str(number))
         residency.poll()
     assert residency.loaded() == [4, 5] and workers.host == {4, 5}
+
+
+def test_requests_for_more_adapters_than_host_memory_has_room_for():
+    """They are read one by one, as others have ended."""
+    workers = Workers()
+    residency = Residency(workers, 1, 3)
+    for number in range(1, 9):
+        assert residency.hold(str(number), lora(number)) is None
+    assert [task[1] for task in workers.tasks] == [1, 2, 3]
+    for number in range(1, 9):
+        assert settled(residency, workers) == [str(number)]
+        assert workers.num_host <= 4
+        residency.release(str(number))
+    residency.poll()
+    assert workers.num_host == 3
+
+
+def test_one_slot_that_is_all_host_memory():
+    """Steady traffic for its adapter does not keep out another, which has to be read first."""
+    workers = Workers()
+    residency = Residency(workers, 1, 1)
+    residency.hold("a0", lora(1))
+    settled(residency, workers)
+    for number in (2, 3):
+        residency.hold(f"b{number}", lora(number))
+    settled(residency, workers)
+    assert workers.num_host == 2 and residency.hold("a1", lora(1)) is None
+    for ended, begun in (("a0", "b2"), ("b2", "b3"), ("b3", "a1")):
+        residency.release(ended)
+        assert settled(residency, workers) == [begun]
+
+
+@pytest.mark.parametrize("host", [1, 2])
+def test_adapters_in_host_memory_do_not_take_turns_without_those_on_disk(host):
+    workers = Workers()
+    residency = Residency(workers, 1, host)
+    for number in range(1, 6):
+        residency.hold(str(number), lora(number))
+    served = set()
+    for _ in range(10):
+        (done,) = settled(residency, workers)
+        served.add(int(done[0]))
+        assert residency.hold(done + "'", lora(int(done[0]))) is None  # there is always more for each
+        residency.release(done)
+    assert served == {1, 2, 3, 4, 5}
+
+
+def test_what_no_request_waits_for_any_more_is_not_read():
+    workers = Workers()
+    residency = Residency(workers, 1, 1)
+    for number in range(1, 5):
+        residency.hold(str(number), lora(number))
+    for gone in ("2", "3"):
+        residency.release(gone)
+    assert settled(residency, workers) == ["1"]
+    residency.release("1")
+    assert settled(residency, workers) == ["4"]
+    assert residency.stats().num_loads == 2
+
+
+def test_one_that_is_asked_for_ahead_of_requests_is_read_at_once():
+    workers = Workers()
+    residency = Residency(workers, 1, 1)
+    for number in (1, 2, 3):
+        residency.hold(str(number), lora(number))
+    residency.add(lora(3))
+    assert [task[1] for task in workers.tasks] == [1, 3]
 
 
 def test_one_that_cannot_be_loaded_fails_its_requests_alone():
@@ -229,7 +301,8 @@ def test_random_traffic(seed):
     chance = random.Random(seed)
     workers = Workers()
     slots = chance.randint(1, 3)
-    residency = Residency(workers, slots, slots + chance.randint(0, 3))
+    host = slots + chance.randint(0, 3)
+    residency = Residency(workers, slots, host)
     waiting, running = {}, {}
     for i in range(300):
         action = chance.random()
@@ -248,6 +321,7 @@ def test_random_traffic(seed):
             running[request_id] = waiting.pop(request_id)
             assert content == b"%d" % running[request_id]
         assert set(running.values()) <= set(workers.slots.values())
+        assert workers.num_host <= host + 1
     for _ in range(1000):
         if not waiting and not running:
             break
@@ -258,4 +332,4 @@ def test_random_traffic(seed):
         for request_id, _ in residency.poll().ready:
             running[request_id] = waiting.pop(request_id)
     assert not waiting and not running
-    assert len(residency.loaded()) <= slots + 4
+    assert len(residency.loaded()) <= host

@@ -1,7 +1,10 @@
 """Adapters as models of a server: real processes, the official client."""
 
+import itertools
 import json
+import os
 import re
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,6 +76,14 @@ def complete(server, model):
     return made.choices[0].text
 
 
+def streamed(server, model):
+    """A request that runs."""
+    stream = server.client().completions.create(
+        model=model, prompt=PROMPT, max_tokens=150, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    return itertools.chain([next(iter(stream))], stream)
+
+
 def test_adapters_are_models(server, adapters, expected):
     with ThreadPoolExecutor(8) as pool:
         names = ["base", "first", "adapter-1", "adapter-2"] * 3  # the last two are found in the folder
@@ -135,6 +146,7 @@ def test_names_of_adapters_count_where_others_are_not_checked(tmp_path):
     context = ServerContext(engine, config, engine.config)
     assert [context.check_model(name) for name in (None, "", "base", "gpt", "tuned")] == ["base"] * 4 + ["tuned"]
     assert context.adapter("tuned").lora_name == "tuned" and context.adapter("base") is None
+    assert context.check_model("é" * 200) == "base", "more bytes than a file's name may have"
     context.config.skip_model_name_validation = False
     (tmp_path / "tuned" / "adapter_config.json").unlink()
     context.adapters.forget("tuned")
@@ -142,20 +154,64 @@ def test_names_of_adapters_count_where_others_are_not_checked(tmp_path):
         context.adapter("tuned")  # unloaded while the request was read: the base model must not answer it
 
 
+def test_places_that_are_not_allowed(tmp_path):
+    """Nor are links to these."""
+    engine, allowed, other = stub_engine(), tmp_path / "allowed", random_adapter(tmp_path / "other", 1)
+    config = ServerConfig(lora_allowed_paths=(str(allowed),), served_model_name=("base",))
+    adapters = ServerContext(engine, config, engine.config).adapters
+    for folder in (allowed, allowed / "links", allowed / "one"):
+        folder.mkdir()
+    (allowed / "link").symlink_to(other)
+    (allowed / "circle").symlink_to("circle")
+    for file in other.iterdir():
+        (allowed / "links" / file.name).symlink_to(file)
+        shutil.copy(file, allowed / "one")
+    adapters.check_path(str(allowed / "one"))
+    for name in ("link", "links", "../other", "../nowhere"):
+        with pytest.raises(ApiError, match="is outside of --lora-allowed-paths"):
+            adapters.check_path(str(allowed / name))
+    for name in ("circle", "x" * 300):
+        with pytest.raises(ApiError, match="cannot be read"):
+            adapters.check_path(str(allowed / name))
+
+
+def test_a_name_that_the_base_has():
+    engine = stub_engine()
+    engine.config.lora.enable_lora = True
+    for names, taken in ((("base", "other"), "other"), ((), engine.model_name)):
+        config = ServerConfig(lora_modules=(f"{taken}=/a",), served_model_name=names)
+        with pytest.raises(ValueError, match=f"'{taken}' is the name of the base model"):
+            ServerContext(engine, config, engine.config)
+
+
+def test_folders_of_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine, folder = stub_engine(), random_adapter(tmp_path / "tuned", 1)
+    engine.config.lora.enable_lora = True
+    config = ServerConfig(lora_allowed_paths=("~/",), lora_folder="~", served_model_name=("base",))
+    adapters = ServerContext(engine, config, engine.config).adapters
+    adapters.check_path("~/tuned")
+    assert adapters.get("tuned").lora_path == str(folder)
+
+
 def test_loading_and_unloading(server, adapters, expected):
-    path = str(adapters[1])
-    loaded = server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+    path = shutil.copytree(adapters[1], adapters[0].parent / "copy")
+    load = {"lora_name": "second", "lora_path": str(path)}
+    loaded = server.post("/v1/load_lora_adapter", load)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'second' added successfully.")
     assert [complete(server, "second") for _ in range(4)] == [expected[2]] * 4  # by each API process
-    again = server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+    again = server.post("/v1/load_lora_adapter", load)
     assert again.status_code == 400 and "is loaded already" in again.json()["error"]["message"]
-    anew = {"lora_name": "second", "lora_path": str(adapters[2]), "load_inplace": True}
-    assert server.post("/v1/load_lora_adapter", anew).status_code == 200
+    os.truncate(path / "adapter_model.safetensors", 1000)
+    refused = server.post("/v1/load_lora_adapter", load | {"load_inplace": True})
+    assert refused.status_code == 400 and "is corrupt or truncated" in refused.json()["error"]["message"]
+    assert complete(server, "second") == expected[2], "the one before is served on"
+    running = streamed(server, "second")
+    shutil.copy(adapters[2] / "adapter_model.safetensors", path)
+    assert server.post("/v1/load_lora_adapter", load | {"load_inplace": True}).status_code == 200
     assert [complete(server, "second") for _ in range(4)] == [expected[3]] * 4
-    stream = server.client().completions.create(
-        model="second", prompt=PROMPT, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
+    assert "".join(part.choices[0].text for part in running).startswith(expected[2]), "it keeps what it began with"
+    stream = streamed(server, "second")
     busy = server.post("/v1/unload_lora_adapter", {"lora_name": "second"})
     assert busy.status_code == 400 and "is in use by 1 requests" in busy.json()["error"]["message"]
     assert sum(1 for _ in stream) > 10

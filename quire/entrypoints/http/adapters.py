@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +18,7 @@ from quire.config.shown import shown
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request
 from quire.entrypoints.http.peers import Peers
-from quire.messages.lora import MAX_LORA_ID, MAX_LORA_NAME, LoRARequest
+from quire.messages.lora import ADAPTER_FILES, CONFIG, MAX_LORA_ID, MAX_LORA_NAME, LoRARequest
 
 _NAME = re.compile(r"[\w.:@+-][\w.:@+/ -]*")
 MAX_ADAPTERS = 100_000  # names
@@ -40,7 +42,8 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
 
 
 class ServedAdapters:
-    """By name. All API processes of a server have the same: a name and a folder give a number that is theirs alone."""
+    """By name. All API processes of a server have the same: a name and a folder give a number that is theirs alone, and
+    what is loaded in place of another gets a new one."""
 
     def __init__(self, config: ServerConfig, engine: Any, base_model: str, enabled: bool) -> None:
         self._config, self.base_model = config, base_model
@@ -50,9 +53,11 @@ class ServedAdapters:
         self._by_name = {lora.lora_name: lora for lora in given}
         if len(self._by_name) < len(given):
             raise ValueError("--lora-modules has a name twice; each adapter needs its own")
+        if taken := self._by_name.keys() & {base_model, *config.served_model_name}:
+            raise ValueError(f"--lora-modules: {shown(taken.pop())} is the name of the base model; choose another")
         if not enabled and (self._by_name or config.lora_folder):
             raise ValueError("--lora-modules and --lora-folder need --enable-lora")
-        self._allowed = [Path(path).resolve() for path in config.lora_allowed_paths]
+        self._allowed = [Path(path).expanduser().resolve() for path in config.lora_allowed_paths]
 
     @property
     def all(self) -> list[LoRARequest]:
@@ -62,9 +67,10 @@ class ServedAdapters:
         """Known by this name, or found in --lora-folder."""
         found = self._by_name.get(name)
         if found is None and self.enabled and self._config.lora_folder and re.fullmatch(r"[\w-][\w.-]*", name):
-            folder = Path(self._config.lora_folder) / name
-            if len(name) <= MAX_LORA_NAME and (folder / "adapter_config.json").is_file():
-                found = self.register(name, str(folder))
+            folder = Path(self._config.lora_folder).expanduser() / name
+            if len(name) <= MAX_LORA_NAME and os.path.isfile(folder / CONFIG):  # False for what no file can be
+                found = _request(name, str(folder), self.base_model)
+                self.register(found)
         return found
 
     async def load_all(self) -> None:
@@ -72,19 +78,24 @@ class ServedAdapters:
         for lora in self.all:
             await self.engine.add_lora(lora)
 
-    def register(self, name: str, path: str) -> LoRARequest:
+    def register(self, lora: LoRARequest) -> None:
         if len(self._by_name) >= MAX_ADAPTERS:
             raise ValueError(f"there are {MAX_ADAPTERS} adapters; unload some first")
-        lora = self._by_name[name] = _request(name, path, self.base_model)
-        return lora
+        self._by_name[lora.lora_name] = lora
 
     def forget(self, name: str) -> None:
         self._by_name.pop(name, None)
 
     def check_path(self, path: str) -> None:
-        if self._allowed and not any(Path(path).resolve().is_relative_to(folder) for folder in self._allowed):
+        """Of the folder and of the files in it, which may be links."""
+        try:
+            folder = Path(path).expanduser()
+            exists, places = folder.is_dir(), [(folder / file).resolve() for file in ("", *ADAPTER_FILES)]
+        except (OSError, RuntimeError) as error:  # a name too long, links in a circle
+            raise bad_request(f"lora_path {shown(path)} cannot be read: {error}", "lora_path") from None
+        if self._allowed and not all(any(p.is_relative_to(one) for one in self._allowed) for p in places):
             raise bad_request(f"lora_path {shown(path)} is outside of --lora-allowed-paths", "lora_path")
-        if not Path(path).is_dir():
+        if not exists:
             raise ApiError(404, f"there is no folder {shown(path)}", param="lora_path", code="not_found")
 
     def _parsed(self, text: str) -> LoRARequest:
@@ -102,10 +113,11 @@ class ServedAdapters:
         return _request(name, path, self.base_model)
 
 
-def _request(name: str, path: str, base: str) -> LoRARequest:
+def _request(name: str, path: str, base: str, before: LoRARequest | None = None) -> LoRARequest:
+    """`before`: in place of which it is loaded."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"lora_name is {shown(name)}; allowed: letters, digits and ._:@+/- (not first)")
-    digest = hashlib.sha256(f"{name}\0{path}".encode()).digest()
+    digest = hashlib.sha256(f"{name}\0{path}\0{before.lora_int_id if before else 0}".encode()).digest()
     number = 1 + int.from_bytes(digest[:8], "little") % MAX_LORA_ID
     return LoRARequest(name, number, path, base_model_name=base)
 
@@ -117,6 +129,7 @@ class AdapterEndpoints:
         self, adapters: ServedAdapters, bodies: BodyReader, peers: Peers, model_names: tuple[str, ...]
     ) -> None:
         self._adapters, self._bodies, self._peers, self._models = adapters, bodies, peers, model_names
+        self._loading: set[str] = set()
 
     def routes(self) -> list[Route]:
         return [
@@ -134,16 +147,22 @@ class AdapterEndpoints:
         if known is not None and not request.load_inplace:
             message = f"the adapter {shown(name)} is loaded already; load_inplace loads it anew"
             raise bad_request(message, "lora_name", "already_loaded")
+        if name in self._loading:
+            raise bad_request(f"the adapter {shown(name)} is being loaded", "lora_name", "already_loaded")
+        self._loading.add(name)
         try:
-            lora = _request(name, request.lora_path, adapters.base_model)
+            lora = _request(name, request.lora_path, adapters.base_model, known)
             adapters.check_path(request.lora_path)
-            if known is not None:
-                await adapters.engine.remove_lora(known.lora_int_id)  # refused while it is in use
             await adapters.engine.add_lora(lora)
+            adapters.register(lora)
         except ValueError as error:
             raise bad_request(str(error), "lora_path") from None
-        adapters.register(name, request.lora_path)
-        await self._peers.set_adapter(name, request.lora_path)
+        finally:
+            self._loading.remove(name)
+        await self._peers.set_adapter(name, lora)
+        if known is not None:
+            with suppress(ValueError):  # in use: its requests end with it
+                await adapters.engine.remove_lora(known.lora_int_id)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, http: Request) -> Response:

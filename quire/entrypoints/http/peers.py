@@ -34,6 +34,7 @@ from quire.entrypoints.http.process_messages import (
     TokensUsed,
 )
 from quire.entrypoints.http.shared_store import WAIT_SECONDS, Call, Result
+from quire.messages.lora import LoRARequest
 from quire.metrics.kinds import Metric
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Peers:
         """The ids that peers found and aborted."""
         return []
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
+    async def set_adapter(self, name: str, lora: LoRARequest | None) -> None:
         """Peers serve it from now on, or no longer."""
 
 
@@ -104,8 +105,8 @@ class RemotePeers(Peers):
         replies = result.replies if result is not None else []
         return [id for reply in replies if isinstance(reply, Aborted) for id in reply.request_ids]
 
-    async def set_adapter(self, name: str, path: str | None) -> None:
-        await self._ask(SetAdapter(name, path))
+    async def set_adapter(self, name: str, lora: LoRARequest | None) -> None:
+        await self._ask(SetAdapter(name, lora))
 
     async def acquire(self, client: bytes, count: int) -> RateLimitExceeded | None:
         """The supervisor keeps the rate limits. If it does not reply, the request is admitted."""
@@ -146,10 +147,10 @@ class RemotePeers(Peers):
         if isinstance(question, Abort):
             return Aborted(await context.abort(question.request_ids))
         if isinstance(question, SetAdapter):
-            if question.path is None:
+            if question.lora is None:
                 context.adapters.forget(question.name)
             else:
-                context.adapters.register(question.name, question.path)
+                context.adapters.register(question.lora)
             return Done()
         return Metrics.of(context.own_metrics())
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.entrypoints.http.shared_store import Call, Result
+from quire.messages.lora import LoRARequest
 from quire.metrics.kinds import Counter, Gauge, Histogram, Metric
 
 LENGTH = struct.Struct("<I")
@@ -33,7 +34,7 @@ class SetAdapter(msgspec.Struct, tag=True):
     """Serve an adapter by this name; None: no longer."""
 
     name: str
-    path: str | None
+    lora: LoRARequest | None
 
 
 class Metrics(msgspec.Struct, tag=True):

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.layers.load_slot import ShardId
 from quire.lora.factors import INFINITY, Adapter, Factors, FullShape, NewMemory, are_finite, scaled
+from quire.messages.lora import CONFIG, PICKLED, SAFETENSORS
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import WeightNames
 from quire.platforms.cpu_cores import usable_cores
+from quire.platforms.cpu_facts import available_memory
 
 logger = logging.getLogger("quire")
 
-CONFIG, SAFETENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # What would change results and is not computed here, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
@@ -51,7 +53,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Those that change the base's weights too: without the changed ones an adapter is not what was trained.
 INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-MAX_NAME, MAX_ALPHA = 512, 1e300
+MAX_NAME, MAX_ALPHA, MAX_CONFIG_BYTES = 512, 1e300, 16 << 20
 VOCABULARY = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
 # The last part may be preceded by the adapter's name in PEFT's own memory.
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?:(?P<linear>[AB])(\.\w+)?\.weight|embedding_(?P<embedding>[AB])(\.\w+)?)")
@@ -63,6 +65,7 @@ Array = np.ndarray
 PREFIX = "base_model.model."
 BATCH = 32  # modules that a thread takes at once
 MOST_UNSEEN = 1 << 28  # bytes of a file that are read while its header is: of a larger one the header comes first
+MOST_SEEN = 2  # times that a pickled number may be in tensors: an embedding's copy is the head's too
 # Threads at most, and cores for each: few where steps compute on the same cores.
 THREADS, THREADS_BESIDE_STEPS = (8, 2), (4, 4)
 
@@ -95,6 +98,8 @@ class PeftConfig:
         """And hash what was read."""
         if not is_readable(folder / CONFIG):
             raise ValueError(f"{folder} has no {CONFIG}; an adapter is a folder as peft's save_pretrained writes it")
+        if (size := (folder / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:  # steps wait for the parser
+            raise ValueError(f"{folder / CONFIG} has {size} bytes; at most {MAX_CONFIG_BYTES} are read")
         content = (folder / CONFIG).read_bytes()
         digest.update(content)
         found = parse_object(content, f"{folder / CONFIG}")
@@ -139,7 +144,7 @@ def read_adapter(
 ) -> Adapter:
     """`memory`: for its file. `names`: of the base model's checkpoint. `dtype`: of the slots. `elsewhere`: whether
     another worker has what a tensor of it is for. `beside_steps`: which compute on the same cores."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
     digest, began, threads = hashlib.sha256(), time.perf_counter(), _num_threads(beside_steps)
@@ -322,9 +327,10 @@ def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, s
 def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stored], list[bytes]]:
     """And hashes of all that is stored."""
     if (folder / SAFETENSORS).is_file():
+        size = _checked_size(folder / SAFETENSORS)
         listed = pool.submit(read_entries, folder / SAFETENSORS)  # hundreds of names, read beside the rest
-        if (folder / SAFETENSORS).stat().st_size > MOST_UNSEEN:
-            listed.result()
+        if size > MOST_UNSEEN and max((entry.stop for entry in listed.result()), default=0) < size:
+            raise ValueError(f"{folder / SAFETENSORS} has {size} bytes, more than its tensors")
         data, hashes = read_hashed(folder / SAFETENSORS, pool, memory)
         entries = listed.result()
         # The header may be of before a trainer saved anew: what is hashed is what tensors are taken from where.
@@ -335,15 +341,25 @@ def _tensors(folder: Path, pool: Executor, memory: NewMemory) -> tuple[list[Stor
             for entry, dtype in zip(entries, types, strict=True)
         ], hashes
     if (folder / PICKLED).is_file():
-        size = (folder / PICKLED).stat().st_size
+        size, seen = _checked_size(folder / PICKLED), 0
         tensors = []
-        for one in open_pt((folder / PICKLED,)):
-            if one.nbytes > size:  # one number, seen as many
-                raise ValueError(f"{folder}: {one.name} is larger than {PICKLED}")
+        for one in open_pt((folder / PICKLED,), copies=True):
+            seen += one.nbytes
+            if seen > MOST_SEEN * size:  # the same numbers, as many tensors
+                raise ValueError(f"{folder}: up to {one.name} the tensors are larger than {PICKLED}")
             data = one.stored.contiguous().flatten().view(torch.uint8).numpy().copy()
             tensors.append(_stored(one.name, one.stored.dtype, one.shape, data))
         return tensors, [hashlib.sha256(tensor.bits.data).digest() for tensor in tensors]
     raise ValueError(f"{folder} has neither {SAFETENSORS} nor {PICKLED}")
+
+
+def _checked_size(file: Path) -> int:
+    size = file.stat().st_size
+    if size > MOST_UNSEEN:
+        with suppress(RuntimeError):  # it is not known
+            if size > (available := available_memory()):
+                raise ValueError(f"{file} has {size} bytes; {available} are free in memory")
+    return size
 
 
 def _stored(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: Array) -> Stored:
