@@ -31,9 +31,9 @@ class ManyTuning:
     stages: int = 3
 
 
-def many_tuning(units: int, outputs: int, inputs: int, most: int) -> ManyTuning:
-    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has
-    all outputs, so that parts are read once."""
+def many_tuning(outputs: int, inputs: int, most: int) -> ManyTuning:
+    """Of `most` parts. Into the latent space, inputs are few and read in one step; out of it, a program has all
+    outputs, so that parts are read once."""
     size = max(16, triton.next_power_of_2(inputs))
     if most == 1 and size <= 128:
         return ManyTuning(64, min(128, max(64, triton.next_power_of_2(outputs))), size)
@@ -361,7 +361,7 @@ def _launch(
     most = parts.out.shape[2] if parts is not None else 1
     many = many or tuning is not None or (tokens is None and units > MANY_UNITS)
     if many and not full and most <= MAX_STATIC_PARTS:
-        tuning = tuning or many_tuning(units, outputs, inputs, most)
+        tuning = tuning or many_tuning(outputs, inputs, most)
         _many_kernel[(triton.cdiv(outputs, tuning.block_j), w.shape[0], triton.cdiv(units, tuning.block_u))](
             *arguments, units, BLOCK_U=tuning.block_u, BLOCK_J=tuning.block_j, BLOCK_K=tuning.block_k,
             STAGES=tuning.stages, MOST=triton.next_power_of_2(most), num_warps=tuning.warps,
