@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -327,3 +328,36 @@ def test_an_update_is_finished_after_the_engine_woke_up():
         assert tokens(llm) == tokens_of(new, dtype="float32") and llm.get_weight_version() == "2"
         with pytest.raises(ValueError, match="new weights since its start"):
             llm.save_sharded_state("/nowhere")
+
+
+CALLS = {
+    "update": lambda llm, new: llm.update_weights(new),
+    "sleep": lambda llm, new: llm.sleep(1, mode="keep"),
+    "pause": lambda llm, new: llm.pause_generation(mode="keep"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_blocks_on_their_way_are_waited_for_and_nothing_else(call, tmp_path):
+    """Requests are kept: those that wait for room do so until the engine goes on."""
+    old, new = two_models("llama")
+    options = {"kv_offloading_path": str(tmp_path), "enable_sleep_mode": True, "dtype": "float32", **ENGINE}
+    with LLM(old, **options) as llm:
+        tokens(llm)
+    with LLM(old, **options) as llm:
+        core, reading, gate = llm.llm_engine.client.core, threading.Event(), threading.Event()
+        store, step = core.executor.worker.runner.transfers.connectors[-1]._store, core.step_ahead
+        get = store.get
+        store.get = lambda *blocks: (reading.set(), gate.wait(60)) and get(*blocks)
+        core.step_ahead = lambda *schedules: (gate.set(), step(*schedules))
+        loaded = llm.enqueue(PROMPTS[2], GREEDY)
+        while not reading.is_set():
+            llm.llm_engine.step()
+        late = llm.enqueue(PROMPTS[1], GREEDY)
+        CALLS[call](llm, new)
+        assert not core.scheduler.transfers.moving and not len(core.scheduler.running)
+        llm.wake_up()
+        found = {output.request_id: list(output.outputs[0].token_ids) for output in llm.wait_for_completion()}
+        expected = tokens_of(new if call == "update" else old, dtype="float32")
+        assert [found[i] for i in (*loaded, *late)] == [expected[2], expected[1]]
+        assert core.state()["blocks_free"] == core.state()["blocks"]
