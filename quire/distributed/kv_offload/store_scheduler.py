@@ -169,7 +169,7 @@ class StoreScheduler(KVConnector):
     def update_state_after_alloc(
         self, request: ConnectorRequest, block_ids: list[list[int]], num_external: int
     ) -> None:
-        lookup = self._lookups.pop(request.request_id, None)
+        lookup = self._end_lookup(request.request_id)
         if lookup is None or lookup.found is None:
             return
         stop = lookup.start + num_external
@@ -186,17 +186,19 @@ class StoreScheduler(KVConnector):
             self._meta.loads.append(self._job(blocks, [key for _, _, key in needed], request.request_id))
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:
-        self._forget_request(request.request_id)
+        self._end_lookup(request.request_id)
         return False
 
     def request_failed(self, request: ConnectorRequest) -> None:
-        self._forget_request(request.request_id)
+        self._end_lookup(request.request_id)
 
-    def _forget_request(self, request_id: str) -> None:
-        if request_id in self._lookups:
-            with self._answers.lock:
-                del self._lookups[request_id]
-                self._answers.by_request.pop(request_id, None)
+    def _end_lookup(self, request_id: str) -> _Lookup | None:
+        """Its answer may not have been read: others have computed the prefix meanwhile, or weights are new."""
+        if request_id not in self._lookups:
+            return None
+        with self._answers.lock:
+            self._answers.by_request.pop(request_id, None)
+            return self._lookups.pop(request_id)
 
     # Blocks
 
