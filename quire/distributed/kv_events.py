@@ -126,6 +126,7 @@ class ZmqEventPublisher:
 def _open(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
     """The address as it came to be: of port 0, the port that was free."""
     binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    binds = binds or endpoint.endswith(":0")  # which nobody could connect to
     try:
         if socket.type == zmq.ROUTER or binds:
             socket.bind(endpoint)

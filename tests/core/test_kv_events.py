@@ -161,6 +161,17 @@ def test_nothing_waits_for_a_publisher_that_is_behind():
     publisher.close()
 
 
+def test_port_0_is_bound_on_any_address():
+    publisher = ZmqEventPublisher(options(endpoint="tcp://127.0.0.1:0"), 0)
+    subscriber = Subscriber(source_of(publisher))
+    publisher.publish(KVEventBatch(1.0, [AllBlocksCleared()]))
+    assert [number for number, _ in subscriber.replay(0)] == [0]
+    host, _, port = publisher.source.endpoint.rpartition(":")
+    assert host == "tcp://127.0.0.1" and int(port) > 0
+    subscriber.close()
+    publisher.close()
+
+
 def test_addresses_that_cannot_be_had():
     publisher = ZmqEventPublisher(options(replay_endpoint=None), 0)
     with pytest.raises(ValueError, match="cannot be published at"):
