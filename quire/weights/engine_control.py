@@ -240,6 +240,8 @@ class EngineControl:
             core.executor.collective_rpc("update_weights", ("abandon",), {})
             raise ValueError("the engine transfers KV blocks; pause it first (pause_generation)")
         try:
+            if version is not None:
+                _check_version(version)
             core.executor.collective_rpc("update_weights", ("prepare",), {})
         except Exception:
             core.executor.collective_rpc("update_weights", ("abandon",), {})
@@ -253,11 +255,10 @@ class EngineControl:
         self._discarded = False
         core.scheduler.forget(secrets.token_bytes(16))  # no other engine's update has the same name in a store
         if version is not None:
-            self.set_weight_version(version)
+            self._version = version
 
     def set_weight_version(self, version: str) -> None:
-        if not isinstance(version, str):
-            raise ValueError(f"weight_version is {version!r}; it must be a string")
+        _check_version(version)
         self._version = version
 
     def _require_pause(self) -> None:
@@ -273,3 +274,8 @@ class EngineControl:
     def _note_state(self) -> None:
         level = (2 if self._discarded else 1) if "weights" in self._asleep else 0
         self._core.scheduler.sleep_level = level
+
+
+def _check_version(version: Any) -> None:
+    if not isinstance(version, str):
+        raise ValueError(f"weight_version is {version!r}; it must be a string")
