@@ -164,7 +164,10 @@ def test_a_folder_that_hangs_is_a_miss(llama, tmp_path):
         connector._deadlines.seconds = 0.05
         connector._store.contains = lambda keys: gate.wait(60) and [False] * len(keys)
         assert generate(llm, llama) == [0] * 8
-        assert connector.stats().errors["lookup"] > 0 and connector._breaker.is_open
+        assert connector.stats().errors["lookup"] > 0
+        while not connector._breaker.is_open:  # its threads may have begun late
+            llm.reset_prefix_cache()
+            assert generate(llm, llama) == [0] * 8
         gate.set()
 
 
