@@ -19,6 +19,9 @@ MODULES: dict[str, dict[str, str]] = {
     "distributed.parallel_state": {
         "distributed": "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
     },
+    "distributed.weight_transfer.base": {
+        "builtins": "WeightTransferInitRequest=dict WeightTransferUpdateRequest=dict"  # methods take either
+    },
     "engine.arg_utils": {"config.engine_args": "AsyncEngineArgs EngineArgs"},
     "engine.async_llm_engine": {
         "engine.async_llm": "AsyncLLMEngine=AsyncLLM",

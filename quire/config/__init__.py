@@ -18,6 +18,7 @@ MAPPINGS = (
     "ProfilerConfig",
     "SpeculativeConfig",
     "StructuredOutputsConfig",
+    "WeightTransferConfig",
 )
 
 

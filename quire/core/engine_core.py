@@ -172,19 +172,16 @@ class EngineCore:
         """To be returned by step()."""
         self._buffered.append(outputs)
 
-    def run_out(self) -> None:
-        """Step until all requests have ended, and transfers of blocks."""
-        while self.scheduler.requests or self.scheduler.transfers.moving:
-            outputs = self._step(schedules=True)
-            if outputs is not None:
-                self.buffer(outputs)
+    def step_ahead(self, schedules: bool = True) -> None:
+        """A step whose outputs are returned by a later one."""
+        outputs = self._step(schedules)
+        if outputs is not None:
+            self.buffer(outputs)
 
     def drain(self) -> None:
         """Wait for all plans in flight; schedules none."""
         while self._in_flight or self._failures:
-            outputs = self._step(schedules=False)
-            if outputs is not None:
-                self.buffer(outputs)
+            self.step_ahead(schedules=False)
 
     def state(self) -> dict[str, int]:
         """What is held right now. In an idle engine every block is free and the other numbers are 0."""

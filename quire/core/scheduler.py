@@ -96,6 +96,7 @@ class Scheduler:
         )
         self.num_preemptions = 0
         self.sleep_level = 0
+        self.admits = True  # waiting requests
         self._preempted: list[int] = []  # since the last outputs
         self.failures: list[Failure] = []  # outside of a step; emptied by the caller that reports them
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
@@ -162,7 +163,7 @@ class Scheduler:
         return [request.core.index for request in found]
 
     def has_unfinished(self) -> bool:
-        return bool(self.requests or self.transfers.pending)
+        return bool(self.requests if self.admits else self.running) or self.transfers.pending
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()
@@ -221,7 +222,7 @@ class Scheduler:
         appended = BlockAppends()
         rows, counts, drafts, preempted = self._advance_running(appended)
         used = int(counts.sum())
-        budget = 0 if preempted else self.max_num_batched_tokens - used
+        budget = 0 if preempted or not self.admits else self.max_num_batched_tokens - used
         spare = self._spare_tokens if len(self.queue) <= FEW_WAITING else 0
         admitted = self.admission.admit(budget, self.results.pending, spare)
         if self.transfers.failed:

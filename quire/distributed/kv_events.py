@@ -17,6 +17,7 @@ logger = logging.getLogger("quire")
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL = 0.05  # seconds; how long a request for a replay may wait
 MAX_REPLAYS = 16  # at a time: whoever asks without end must not keep events from others
+MAX_RECEIVED = 1 << 12  # bytes of a message; whoever sends more is disconnected, as anybody may who reaches the port
 LAST_SECONDS = 1.0  # in which what is queued is sent at the end
 
 
@@ -40,8 +41,10 @@ class ZmqEventPublisher:
         options = options.of_rank(data_parallel_rank)
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.set_hwm(options.hwm)
+        self._publisher.maxmsgsize = MAX_RECEIVED
         self._replays = self._context.socket(zmq.ROUTER) if options.replay_endpoint else None
         if self._replays is not None:
+            self._replays.maxmsgsize = MAX_RECEIVED
             self._replays.sndhwm = (
                 options.buffer_steps + 1
             )  # a whole replay: what is too much would be dropped silently
@@ -126,6 +129,7 @@ class ZmqEventPublisher:
 def _open(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
     """The address as it came to be: of port 0, the port that was free."""
     binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    binds = binds or endpoint.endswith(":0")  # which nobody could connect to
     try:
         if socket.type == zmq.ROUTER or binds:
             socket.bind(endpoint)

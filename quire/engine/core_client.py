@@ -81,10 +81,8 @@ class InprocClient(EngineCoreClient):
         return self.core.call_adapters(method, args)
 
     def control(self, method: str, *args: Any) -> Any:
-        result = self.core.control.call(method, args)
-        if method == "pause" and not result:
-            self.core.run_out()  # nobody else makes it step
-            result = self.core.control.call(method, args)
+        while (result := self.core.control.call(method, args)) is False and method == "pause":
+            self.core.step_ahead()  # nobody else makes it step
         return result
 
     def shutdown(self) -> None:

@@ -55,6 +55,7 @@ class Moving(Protocol):
 
 class ControlledScheduler(Protocol):
     sleep_level: int
+    admits: bool
 
     @property
     def requests(self) -> Mapping[str, Any]: ...
@@ -115,11 +116,12 @@ class EngineControl:
         return calls[name](*args)
 
     def pause(self, mode: str, clear_cache: bool) -> bool:
-        """Whether nothing runs any more. With `wait` that may take several calls."""
+        """Whether nothing runs any more, and no blocks are on their way. That may take several calls."""
         core = self._core
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
         self.paused = True
+        core.scheduler.admits = mode != "keep"  # or more and more blocks would be loaded
         if mode == "abort":
             ended = core.finish_requests(list(core.scheduler.requests))
             ended += [request.index + i for request in self.held for i in range(request.sampling.n)]
@@ -127,7 +129,7 @@ class EngineControl:
             if ended:
                 core.buffer(EngineCoreOutputs.ended(ended, FinishReason.ABORT))
         left = mode == "wait" and bool(core.scheduler.requests)
-        if mode != "keep" and not self.frozen and (left or core.scheduler.transfers.moving):
+        if not self.frozen and (left or core.scheduler.transfers.moving):
             return False  # a frozen engine would never hear that blocks are loaded
         self.frozen = True
         core.drain()
@@ -141,7 +143,7 @@ class EngineControl:
                 f"the engine has given back its {' and '.join(sorted(self._asleep))}; wake it up (wake_up)"
             )
         self._reload_discarded()
-        self.paused = self.frozen = False
+        self.paused, self.frozen, self._core.scheduler.admits = False, False, True
         held, self.held = self.held, []
         for request in held:
             self._core.add_or_fail(request)
@@ -236,8 +238,10 @@ class EngineControl:
         core.drain()
         if core.scheduler.transfers.moving:
             core.executor.collective_rpc("update_weights", ("abandon",), {})
-            raise ValueError('KV blocks are on their way from or to a connector; let requests end first (mode "wait")')
+            raise ValueError("the engine transfers KV blocks; pause it first (pause_generation)")
         try:
+            if version is not None:
+                _check_version(version)
             core.executor.collective_rpc("update_weights", ("prepare",), {})
         except Exception:
             core.executor.collective_rpc("update_weights", ("abandon",), {})
@@ -251,11 +255,10 @@ class EngineControl:
         self._discarded = False
         core.scheduler.forget(secrets.token_bytes(16))  # no other engine's update has the same name in a store
         if version is not None:
-            self.set_weight_version(version)
+            self._version = version
 
     def set_weight_version(self, version: str) -> None:
-        if not isinstance(version, str):
-            raise ValueError(f"weight_version is {version!r}; it must be a string")
+        _check_version(version)
         self._version = version
 
     def _require_pause(self) -> None:
@@ -271,3 +274,8 @@ class EngineControl:
     def _note_state(self) -> None:
         level = (2 if self._discarded else 1) if "weights" in self._asleep else 0
         self._core.scheduler.sleep_level = level
+
+
+def _check_version(version: Any) -> None:
+    if not isinstance(version, str):
+        raise ValueError(f"weight_version is {version!r}; it must be a string")

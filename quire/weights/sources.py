@@ -1,7 +1,7 @@
 """Where new weights come from: a checkpoint, shared memory with safetensors in it, or tensors at hand."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,26 @@ def read_source(info: Mapping[str, Any], started_from: Checkpoint) -> list[Check
 def from_state_dict(tensors: Any) -> list[TensorAtHand]:
     if not isinstance(tensors, Mapping):
         raise ValueError(f"weights are {type(tensors).__name__}; they must be a dict of tensors by their names")
+    found = []
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ValueError(f"weights have {shown(name)}: {type(value).__name__}; they must be tensors by their names")
         if value.dtype not in STORED_NAMES:
             raise ValueError(f"{name} is of {value.dtype}, which no checkpoint holds")
-    return [TensorAtHand(name, value.detach()) for name, value in tensors.items()]
+        whole = gathered(value.detach())
+        plain = type(whole).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        # What cannot be copied must not be found half-way.
+        if whole.is_meta or whole.layout is not torch.strided or not plain:
+            kind = f"a {type(whole).__name__} on {whole.device}, {whole.layout}"
+            raise ValueError(f"{name} is {kind}; it must be a plain tensor with all its values")
+        found.append(TensorAtHand(name, whole))
+    return found
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is split among a trainer's ranks, all of it."""
+    gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def outlines(tensors: Iterable[CheckpointTensor]) -> list[CheckpointTensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.weights.sources import DESCRIPTOR, STORED_NAMES, from_state_dict
+from quire.weights.sources import DESCRIPTOR, STORED_NAMES, from_state_dict, gathered
 from quire.weights.transfer import MEETING_SECONDS, SENDER, broadcast, connect
 
 ALIGNMENT = 64
@@ -50,14 +50,14 @@ class WeightSender:
 
     def send(self, state: Mapping[str, torch.Tensor]) -> None:
         for tensor in state.values():
-            broadcast(self._group, tensor.detach().to(self._device).contiguous())
+            broadcast(self._group, gathered(tensor.detach()).to(self._device).contiguous())
 
 
 @contextmanager
 def in_shared_memory(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The `update_info` of weights for processes of this machine, as safetensors in memory without a name: it is gone
     with this context, or with this process."""
-    given = {tensor.name: _whole(tensor.tensor()) for tensor in from_state_dict(state)}
+    given = {tensor.name: tensor.tensor() for tensor in from_state_dict(state)}
     places, at = {}, 0
     for name, tensor in given.items():
         places[name] = (at, at + tensor.nbytes)
@@ -83,9 +83,3 @@ def in_shared_memory(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {DESCRIPTOR: [os.getpid(), number]}
     finally:
         os.close(number)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is split among a trainer's ranks, all of it."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()

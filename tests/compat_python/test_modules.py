@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from quire import vllm_paths
+from quire.config import EngineConfig
 
 LISTED = [
     (path, text.partition("=")[0])
@@ -52,6 +53,23 @@ def test_imports_as_scripts_write_them():
     assert TextPrompt(prompt="x") == {"prompt": "x"} and random_uuid() != random_uuid()
     assert VllmConfig.from_kwargs(seed=3).model_config.seed == 3
     assert SamplingParams(seed=3).sampling_type == SamplingType.RANDOM_SEED and FlexibleArgumentParser is not None
+
+
+def test_classes_for_mappings_make_them():
+    from quire.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    from quire.config import KVEventsConfig, KVTransferConfig, WeightTransferConfig
+    from quire.weights.engine_methods import info_of, is_part
+
+    request = WeightTransferUpdateRequest(update_info={"path": "model"})
+    assert is_part(request) and info_of(request, "update_info") == {"path": "model"}
+    config = EngineConfig.from_kwargs(
+        kv_transfer_config=KVTransferConfig(kv_connector="noop", kv_role="kv_both"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True),
+        weight_transfer_config=WeightTransferConfig(backend="gloo"),
+    )
+    assert [one.name for one in config.transfer.connectors] == ["noop"]
+    assert config.kv_events.events.published and config.weight_transfer.backend == "gloo"
 
 
 def test_chat_templates(tmp_path):

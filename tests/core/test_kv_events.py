@@ -161,6 +161,34 @@ def test_nothing_waits_for_a_publisher_that_is_behind():
     publisher.close()
 
 
+@pytest.mark.parametrize("socket", ["events", "requests"])
+def test_whoever_sends_too_much_is_disconnected(socket):
+    publisher = ZmqEventPublisher(options(), 0)
+    subscriber, source = Subscriber(source_of(publisher)), source_of(publisher)
+    intruder = subscriber.context.socket({"events": zmq.XSUB, "requests": zmq.DEALER}[socket])
+    disconnected = intruder.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    place = source["endpoint" if socket == "events" else "replay_endpoint"]
+    intruder.connect(place.replace("0.0.0.0", "127.0.0.1"))
+    intruder.send(b"\1" * (1 << 13))  # a topic to subscribe, or a number to replay from
+    assert disconnected.poll(60_000)
+    intruder.close(0)
+    publisher.publish(KVEventBatch(1.0, [AllBlocksCleared()]))
+    assert [number for number, _ in subscriber.replay(0)] == [0]
+    subscriber.close()
+    publisher.close()
+
+
+def test_port_0_is_bound_on_any_address():
+    publisher = ZmqEventPublisher(options(endpoint="tcp://127.0.0.1:0"), 0)
+    subscriber = Subscriber(source_of(publisher))
+    publisher.publish(KVEventBatch(1.0, [AllBlocksCleared()]))
+    assert [number for number, _ in subscriber.replay(0)] == [0]
+    host, _, port = publisher.source.endpoint.rpartition(":")
+    assert host == "tcp://127.0.0.1" and int(port) > 0
+    subscriber.close()
+    publisher.close()
+
+
 def test_addresses_that_cannot_be_had():
     publisher = ZmqEventPublisher(options(replay_endpoint=None), 0)
     with pytest.raises(ValueError, match="cannot be published at"):

@@ -30,6 +30,19 @@ def test_a_step_mixes_prompts_and_decodes_within_the_budget():
     assert planned(engine) == {"a": 1, "b": 11}
 
 
+def test_a_scheduler_that_admits_nobody_ends_what_runs():
+    engine = FakeEngine()
+    engine.add("runs", range(12))
+    assert planned(engine) == {"runs": 12}
+    engine.scheduler.admits = False
+    engine.add("waits", range(50, 60))
+    engine.run()
+    assert engine.order == ["runs"] and not engine.scheduler.has_unfinished()
+    engine.scheduler.admits = True
+    engine.run()
+    assert engine.order == ["runs", "waits"]
+
+
 def test_long_prompts_are_cut_at_the_threshold():
     engine = FakeEngine(max_num_batched_tokens=64, long_prefill_token_threshold=10)
     engine.add("a", range(25))

@@ -1,5 +1,6 @@
 """KV-cache blocks in a folder: what is found, what is not trusted, what is removed."""
 
+import errno
 import mmap
 import os
 import shutil
@@ -7,6 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,6 +202,58 @@ def test_files_of_others_are_not_evicted(store, tmp_path):
         os.utime(other, (1, 1))
     FolderUpkeep(tmp_path / "kv", max_bytes=1).look()
     assert not any(store.contains(KEYS)) and all(other.exists() for other in others)
+
+
+def test_what_cannot_be_removed_keeps_nothing_else(store, tmp_path):
+    """A disk must not fill up because of it."""
+    store.put(KEYS, [buffer(i) for i in range(8)])
+    oldest = store.path_of(KEYS[0])
+    oldest.unlink()
+    oldest.mkdir()
+    os.utime(oldest, (1, 1))
+    (tmp_path / "kv" / "evict.lock").mkdir()
+    FolderUpkeep(tmp_path / "kv", max_bytes=1).look()
+    assert not any(store.contains(KEYS)) and oldest.is_dir()
+
+
+@pytest.mark.parametrize(("fails", "name"), [("open", "lock"), ("rename", "")])
+def test_what_no_writer_can_be_made_of_does_not_stay(store, tmp_path, monkeypatch, fails, name):
+    """It is tried again with every block."""
+    call = getattr(os, fails)
+
+    def full(path, *rest, **named):
+        if ".writing-" in str(path) and str(path).endswith(name):
+            raise OSError(errno.ENOSPC, "no room")
+        return call(path, *rest, **named)
+
+    monkeypatch.setattr(os, fails, full)
+    assert store.put(KEYS[:3], [buffer(i) for i in range(3)]) == [False] * 3
+    assert not list((tmp_path / "kv").iterdir())
+    assert not any(".writing-" in str(path) for path in open_files())
+    monkeypatch.undo()
+    assert store.put(KEYS[:1], [buffer(1)]) == [True]
+
+
+def open_files():
+    for number in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            yield number.readlink()
+
+
+def test_a_block_that_can_never_be_read_is_not_found_again(store, monkeypatch):
+    store.put(KEYS[:1], [buffer(1)])
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "readv", lambda *_: _raise(errno.EMFILE))
+        assert store.get(KEYS[:1], [buffer()]) == [False]
+        assert store.contains(KEYS[:1]) == [True]  # it may be read later
+        broken.setattr(os, "readv", lambda *_: _raise(errno.EIO))
+        assert store.get(KEYS[:1], [buffer()]) == [False]
+    assert store.contains(KEYS[:1]) == [False] and store.stats.reads.errors == 2
+    assert store.put(KEYS[:1], [buffer(1)]) == store.get(KEYS[:1], [buffer()]) == [True]
+
+
+def _raise(number):
+    raise OSError(number, os.strerror(number))
 
 
 def test_a_folder_that_hangs_does_not_keep_the_process(monkeypatch):

@@ -153,6 +153,8 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         save_sharded_state(model, checkpoint, state)
     with pytest.raises(ValueError, match="is the folder of the checkpoint itself"):
         save_sharded_state(model, checkpoint, str(folder))
+    with pytest.raises(ValueError, match="must be a folder"):
+        save_sharded_state(model, checkpoint, "")  # not the one that the engine happens to run in
     with pytest.raises(ValueError, match="max_size is 0; it must be a number of bytes"):
         save_sharded_state(model, checkpoint, state, max_size=0)
     with pytest.raises(ValueError, match=re.escape("must be a file name with {rank} and {part} that ends in")):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.llm_engine import LLMEngine
 from quire.messages.sampling_params import RequestOutputKind
 from quire.weights.in_place import replacements
 from tests.weights.models import ENGINE, GREEDY, PROMPTS, state_of, tokens, tokens_of, two_models
@@ -61,15 +63,46 @@ def test_cached_prefixes_are_forgotten():
         assert num_cached() == 0
 
 
+class Foreign(torch.Tensor):
+    """Without values of its own, and not to be copied to tensors that have some."""
+
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        if operation is not torch.ops.aten.detach.default:
+            raise RuntimeError("got mixed tensors")
+        return cls(args[0].held)
+
+
+class Sharded(Foreign):
+    """As a trainer's, which is split among its ranks."""
+
+    def full_tensor(self):
+        return self.held
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_tensors_of_a_trainers_ranks_are_gathered(processes, monkeypatch):
+    old, new = two_models("llama")
+    monkeypatch.setattr(LLMEngine, "_weights_at_hand", not processes)
+    with LLM(old, dtype="float32", **ENGINE) as llm:
+        llm.update_weights({name: Sharded(tensor) for name, tensor in state_of(new).items()})
+        assert tokens(llm) == tokens_of(new, dtype="float32")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bad_update_names_the_tensor_and_changes_nothing(dtype):
     old, new = two_models("llama")
     state, name = state_of(new), "model.layers.2.mlp.down_proj.weight"
     with LLM(old, dtype=dtype, **ENGINE) as llm:
 
-        def refused(weights, why) -> None:
+        def refused(weights, why, **options) -> None:
             with pytest.raises(ValueError, match=why):
-                llm.update_weights(weights)
+                llm.update_weights(weights, **options)
             assert not llm.is_paused() and tokens(llm) == tokens_of(old, dtype=dtype)
 
         refused({n: tensor for n, tensor in state.items() if n != name}, f"lacks {name}")
@@ -77,6 +110,10 @@ def test_a_bad_update_names_the_tensor_and_changes_nothing(dtype):
         refused(state | {"model.bogus": torch.zeros(1)}, "unknown model.bogus")
         refused(state | {"lm_head.weight": torch.zeros(211, 64)}, r"lm_head\.weight differs from the embedding")
         refused(state | {"model.norm.weight": 3}, "model.norm.weight': int; they must be tensors")
+        norm = state["model.norm.weight"]
+        for broken in (norm.to("meta"), norm.to_sparse(), Foreign(norm)):
+            refused(state | {"model.norm.weight": broken}, "model.norm.weight is a .* must be a plain tensor")
+        refused(state, "weight_version is 3; it must be a string", weight_version=3)
         refused("/no/such/folder", "must be a folder with a checkpoint")
         refused(7, "must be a checkpoint's path, a dict of tensors")
         refused({"update_info": {"path": new}}, "no update of weights has been started")
@@ -327,3 +364,36 @@ def test_an_update_is_finished_after_the_engine_woke_up():
         assert tokens(llm) == tokens_of(new, dtype="float32") and llm.get_weight_version() == "2"
         with pytest.raises(ValueError, match="new weights since its start"):
             llm.save_sharded_state("/nowhere")
+
+
+CALLS = {
+    "update": lambda llm, new: llm.update_weights(new),
+    "sleep": lambda llm, new: llm.sleep(1, mode="keep"),
+    "pause": lambda llm, new: llm.pause_generation(mode="keep"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_blocks_on_their_way_are_waited_for_and_nothing_else(call, tmp_path):
+    """Requests are kept: those that wait for room do so until the engine goes on."""
+    old, new = two_models("llama")
+    options = {"kv_offloading_path": str(tmp_path), "enable_sleep_mode": True, "dtype": "float32", **ENGINE}
+    with LLM(old, **options) as llm:
+        tokens(llm)
+    with LLM(old, **options) as llm:
+        core, reading, gate = llm.llm_engine.client.core, threading.Event(), threading.Event()
+        store, step = core.executor.worker.runner.transfers.connectors[-1]._store, core.step_ahead
+        get = store.get
+        store.get = lambda *blocks: (reading.set(), gate.wait(60)) and get(*blocks)
+        core.step_ahead = lambda *schedules: (gate.set(), step(*schedules))
+        loaded = llm.enqueue(PROMPTS[2], GREEDY)
+        while not reading.is_set():
+            llm.llm_engine.step()
+        late = llm.enqueue(PROMPTS[1], GREEDY)
+        CALLS[call](llm, new)
+        assert not core.scheduler.transfers.moving and not len(core.scheduler.running)
+        llm.wake_up()
+        found = {output.request_id: list(output.outputs[0].token_ids) for output in llm.wait_for_completion()}
+        expected = tokens_of(new if call == "update" else old, dtype="float32")
+        assert [found[i] for i in (*loaded, *late)] == [expected[2], expected[1]]
+        assert core.state()["blocks_free"] == core.state()["blocks"]

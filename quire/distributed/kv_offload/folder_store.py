@@ -1,5 +1,6 @@
 """KV-cache blocks as files of a folder, which several engines may share: the disk tier."""
 
+import errno
 import logging
 import os
 import secrets
@@ -18,6 +19,7 @@ from quire.platforms.private_files import WRITABLE_BY_OTHERS
 
 logger = logging.getLogger("quire")
 
+NEVER_READABLE = (errno.EACCES, errno.EIO)  # such a file would be found again by every lookup, and fail every load
 TOUCH_AFTER = 60.0  # seconds; a file's time of access is written again only if it is older
 
 
@@ -97,6 +99,9 @@ class FolderStore:
             self.stats.add(self.stats.reads, errors=1)
             return False
         except OSError as error:
+            if error.errno in NEVER_READABLE:
+                with suppress(OSError):
+                    path.unlink()
             self._failed("a block cannot be read", error)
             self.stats.add(self.stats.reads, errors=1)
             return False

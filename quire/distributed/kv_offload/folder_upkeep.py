@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger("quire")
@@ -33,14 +33,21 @@ class WriterFolder:
         # It gets its name once it is locked: no other process can take it for an abandoned one.
         unnamed = parent / f".{self.path.name}"
         unnamed.mkdir(mode=FOLDER_MODE)
-        self._lock = os.open(unnamed / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with suppress(OSError):  # a file system without locks: it is then told by its age
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(self.path)
+        self._lock: int | None = None
+        try:
+            self._lock = os.open(unnamed / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            with suppress(OSError):  # a file system without locks: it is then told by its age
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(self.path)
+        except OSError:  # it is tried again with every block
+            self.path = unnamed
+            self.remove()
+            raise
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 class FolderUpkeep:
@@ -97,35 +104,48 @@ class FolderUpkeep:
         limit = max(0.0, min(self.max_bytes, total + disk.free - RESERVE * disk.total))
         if total <= limit:
             return
-        lock = os.open(self.folder / EVICT_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return  # another engine is at it
-            except OSError:
-                pass  # no locks here: at worst two engines evict, and too much is gone
-            for _, size, path in sorted(files):
+        with _lock_for_eviction(self.folder) as locked:
+            for _, size, path in sorted(files) if locked else ():
                 if total <= EVICT_TO * limit or self._stopped:
                     break
-                with suppress(FileNotFoundError):
+                try:
                     os.unlink(path)
                     self.num_evicted += 1
+                except FileNotFoundError:
+                    pass  # another engine was faster
+                except OSError:
+                    continue  # somebody else's: others go instead
                 total -= size
-        finally:
+
+
+@contextmanager
+def _lock_for_eviction(folder: Path) -> Iterator[bool]:
+    """False if another engine is at it. Where there are no locks, at worst two engines evict, and too much is gone."""
+    locked, lock = True, None
+    try:
+        lock = os.open(folder / EVICT_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        locked = False
+    except OSError:
+        pass
+    try:
+        yield locked
+    finally:
+        if lock is not None:
             os.close(lock)
 
 
 def block_files(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """(time of access, bytes, path) of every block."""
+    """(time of access, bytes, path) of every block that can be seen."""
     for sub in _folders(folder):
         if not SUB_FOLDER.fullmatch(sub.name):
             continue
-        with suppress(FileNotFoundError), os.scandir(sub.path) as entries:
+        with suppress(OSError), os.scandir(sub.path) as entries:
             for entry in entries:
                 if not (BLOCK_FILE.fullmatch(entry.name) and entry.name.startswith(sub.name)):
                     continue  # somebody else's
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
                     yield found.st_atime, found.st_size, entry.path
 

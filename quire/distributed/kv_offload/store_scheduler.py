@@ -4,6 +4,7 @@ import functools
 import logging
 import secrets
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -49,8 +50,9 @@ class _Answers:
 
 class StoreScheduler(KVConnector):
     """A request is looked up in a thread when it is first to be admitted, and set aside meanwhile. If the store no
-    longer has what it had then, the load fails and the request computes. A lookup that takes longer than `deadline`
-    seconds has found nothing, and the store is left alone for a while: a file system may hang.
+    longer has what it had then, the load fails and the request computes. A request that waits longer than `deadline`
+    seconds for its lookup has found nothing. If calls of the store take that long, it is left alone for a while: a file
+    system may hang.
 
     `asynchronous`: saves are copied off the device while steps run, so that a plan which overwrites one of their
     blocks must be told.
@@ -80,6 +82,7 @@ class StoreScheduler(KVConnector):
         self._breaker = CircuitBreaker(failures=1)
         self._end_threads = weakref.finalize(self, close_all, self._deadlines, self._pool, store)
         self._lookups: dict[str, _Lookup] = {}
+        self._calls: dict[int, float] = {}  # by thread, when the lookup began that is under way
         self._answers = _Answers()
         self._queue = ConfirmedSaves()
         self._known: OrderedDict[BlockKey, None] = OrderedDict()
@@ -129,11 +132,13 @@ class StoreScheduler(KVConnector):
         if lookup.answered:
             return  # it had to wait for others too long
         found: set[BlockKey] = set()
+        self._calls[threading.get_ident()] = time.monotonic()
         try:
             parts = self._store.contains([name for key in wanted for name in names.of_all_ranks(*key)])
             count = names.num_ranks
             found = {key for i, key in enumerate(wanted) if all(parts[i * count : (i + 1) * count])}
         finally:
+            del self._calls[threading.get_ident()]
             self._answer(lookup, found)
 
     def _answer(self, lookup: _Lookup, found: set[BlockKey] | None) -> None:
@@ -149,13 +154,18 @@ class StoreScheduler(KVConnector):
                 logger.info("KV cache on %s: lookups are answered again", self.tier)
         else:
             self._store.stats.add(self._store.stats.lookups, errors=1)
-            if self._breaker.failed():
+            if self._hangs() and self._breaker.failed():
                 logger.warning(
                     "KV cache on %s: a lookup took more than %g s and counts as a miss; tried again every now and then",
                     self.tier,
                     self._deadlines.seconds,
                 )
         self._ask_again(lookup.request_id)
+
+    def _hangs(self) -> bool:
+        """Whether a call takes too long, rather than that too many requests wait for theirs."""
+        late = time.monotonic() - self._deadlines.seconds / 2
+        return self._breaker.is_open or any(began <= late for began in list(self._calls.values()))
 
     def _read_answer(self, request_id: str, lookup: _Lookup) -> bool:
         with self._answers.lock:
@@ -169,7 +179,7 @@ class StoreScheduler(KVConnector):
     def update_state_after_alloc(
         self, request: ConnectorRequest, block_ids: list[list[int]], num_external: int
     ) -> None:
-        lookup = self._lookups.pop(request.request_id, None)
+        lookup = self._end_lookup(request.request_id)
         if lookup is None or lookup.found is None:
             return
         stop = lookup.start + num_external
@@ -186,17 +196,19 @@ class StoreScheduler(KVConnector):
             self._meta.loads.append(self._job(blocks, [key for _, _, key in needed], request.request_id))
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:
-        self._forget_request(request.request_id)
+        self._end_lookup(request.request_id)
         return False
 
     def request_failed(self, request: ConnectorRequest) -> None:
-        self._forget_request(request.request_id)
+        self._end_lookup(request.request_id)
 
-    def _forget_request(self, request_id: str) -> None:
-        if request_id in self._lookups:
-            with self._answers.lock:
-                del self._lookups[request_id]
-                self._answers.by_request.pop(request_id, None)
+    def _end_lookup(self, request_id: str) -> _Lookup | None:
+        """Its answer may not have been read: others have computed the prefix meanwhile, or weights are new."""
+        if request_id not in self._lookups:
+            return None
+        with self._answers.lock:
+            self._answers.by_request.pop(request_id, None)
+            return self._lookups.pop(request_id)
 
     # Blocks
 

@@ -217,6 +217,8 @@ def save_sharded_state(
         raise ValueError(
             f"sharded state is made of safetensors or .bin files, not of {checkpoint.format!r} ({checkpoint.name})"
         )
+    if not path:
+        raise ValueError(f"the path for sharded state is {path!r}; it must be a folder")
     folder, layout = Path(path).expanduser(), StateLayout.of(model)
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() == checkpoint.path.resolve():
