@@ -10,7 +10,7 @@ import torch
 
 from quire.kernels import native
 
-BLOCK = 96  # tokens, as in replay.c
+BLOCK, MANY_BLOCKS = 96, 3  # tokens, and blocks of each thread, as in replay.c
 ALIGNMENT = 64
 LINEAR_FOR_NEXT = 18  # in replay.h
 
@@ -52,12 +52,14 @@ class Blocks:
 
 
 def place_in_blocks(calls: Sequence[NotedCall], lives: Sequence[Life], size: int) -> Blocks | None:
-    """The calls of a step of `size` tokens with places in an arena. None: nothing can be there."""
+    """The calls of a step of `size` tokens with places in an arena; None where there are no blocks or nothing fits."""
+    threads = torch.get_num_threads()
+    if size < MANY_BLOCKS * BLOCK * threads:
+        return None
     fitting = sorted((life for life in lives if _is_within_blocks(life, calls, size)), key=lambda life: life.born)
     if not fitting:
         return None
     offsets, width = _offsets(fitting, size)
-    threads = torch.get_num_threads()
     memory = torch.empty(threads * width * BLOCK, dtype=torch.uint8)
     changed = [bytearray(call.arguments) for call in calls]
     for life, offset in zip(fitting, offsets, strict=True):
