@@ -97,7 +97,7 @@ _SIGNATURES = {
     "quire_encoder_attention": "pppppppp llllllll ff i",
     "quire_prepare_inputs": "ppppppppp llllll",
     "quire_ready_memory": "p ll pp l",
-    "quire_replay": "p lllll",
+    "quire_replay": "ppp lllll",
     "quire_replay_texts": "p llll pp l pp l",
 }
 

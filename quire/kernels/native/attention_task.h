@@ -305,6 +305,16 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, cons
         }
 }
 
+/* How many keys of a tile, from its first, some rows see: `rows` of them from row i on, or where the tile goes on past what
+ * those see, only as many as are multiplied at a time. */
+static inline int64_t seen_by_strip(const Task *t, int64_t tile, int64_t count, int64_t group, int64_t i, int64_t rows,
+                                    int64_t *strip) {
+    int64_t own = t->position - tile + 1;
+    *strip = own + i / group >= count || rows < STRIP_ROWS ? rows : STRIP_ROWS;
+    int64_t last = own + (i + *strip - 1) / group;
+    return last > count ? count : last < 1 ? 1 : last;
+}
+
 /* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
  * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
 static __attribute__((noinline)) void attend_bf16(const Task *t, const Task *after, int64_t group, int64_t m, int64_t all,
@@ -361,11 +371,19 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, const Task *aft
             for (int64_t i = 0; i < all; i += ROWS) {
                 int64_t some = all - i < ROWS ? all - i : ROWS;
                 if (t->tiles) quire_tile_scores(q + (h * all + i) * d, keys, scores, some, d, blocks);
-                else score(q + (h * all + i) * d, keys, scores, some, d, blocks);
+                else
+                    for (int64_t r = 0, strip; r < some; r += strip) {
+                        int64_t sees = seen_by_strip(t, tile, count, group, i + r, some - r, &strip);
+                        score(q + (h * all + i + r) * d, keys, scores + r * TILE, strip, d, (sees + 31) / 32 * 2);
+                    }
                 soften_bf16(t, scores, weights, head, tile, count, group, i, i + some, m, most + h * all,
                             total + h * all, sums);
                 if (t->tiles) quire_tile_values(weights, values, sums + i * d, some, d, blocks / 2);
-                else weigh(weights, values, sums + i * d, some, d, (count + 1) / 2);
+                else
+                    for (int64_t r = 0, strip; r < some; r += strip) {
+                        int64_t sees = seen_by_strip(t, tile, count, group, i + r, some - r, &strip);
+                        weigh(weights + r * TILE, values, sums + (i + r) * d, strip, d, (sees + 1) / 2);
+                    }
             }
         }
     if (t->tiles) quire_tiles_end();

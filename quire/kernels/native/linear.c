@@ -10,8 +10,8 @@
 #include "bf16.h"
 #include "linear.h"
 #include "threads.h"
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
+#include "vectors.h"
+#ifdef HAVE_BF16_VECTORS
 #define HAVE_BF16_DOT 1
 #endif
 
@@ -154,6 +154,37 @@ static int multiply_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf
                     ahead += (2 * group + (s + 1 == strips)) * pairs * PANEL;
                 multiply_rows((int)(m * (s + 1) / strips - i), x + i * k, panel, bias ? added : NULL, out + i * n + at, k,
                               n, width, ahead);
+            }
+        }
+    }
+    return DONE;
+}
+
+int quire_linear_silu_mul(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    if (n % (2 * PANEL)) return BAD_SIZE;
+    int64_t panels = n / PANEL / 2, size = (k + 1) / 2 * PANEL * 2, group = GROUP_BYTES / (size * 4);
+    int64_t strips = (m + ROWS - 1) / ROWS, width = n / 2;
+    if (group < 1) group = 1;
+    for (int64_t first = 0; first < panels; first += group) {
+        int64_t last = first + group < panels ? first + group : panels;
+        for (int64_t s = 0; s < strips; s++) {
+            int64_t i = m * s / strips;
+            int rows = (int)(m * (s + 1) / strips - i);
+            for (int64_t p = first; p < last; p++) {
+                bf16 both[ROWS * 2 * PANEL] __attribute__((aligned(64))); /* of each row gates, then what they gate */
+                for (int half = 0; half < 2; half++) {
+                    int64_t at = p + half * panels;
+                    const bf16 *panel = packed + at * size, *ahead = panel;
+                    float added[PANEL];
+                    for (int64_t j = 0; bias && j < PANEL; j++) added[j] = widen(bias[at * PANEL + j]);
+                    if (strips > 2 && strips - s <= 2 && p + group < panels) /* as above */
+                        ahead += group * size + (s + 1 == strips) * size / 2;
+                    multiply_rows(rows, x + i * k, panel, bias ? added : NULL, both + half * PANEL, k, 2 * PANEL, PANEL,
+                                  ahead);
+                }
+                for (int r = 0; r < rows; r++)
+                    silu_mul_vectors(both + r * 2 * PANEL, both + (r * 2 + 1) * PANEL, out + (i + r) * width + p * PANEL,
+                                     PANEL);
             }
         }
     }

@@ -43,13 +43,31 @@ int quire_latent_attention(const bf16 *, const bf16 *, const bf16 *, const bf16 
 
 static inline int64_t width_of_type(int64_t type) { return type ? 2 : 4; }
 
-/* The part of a call that tokens [first, first + count) are: its rows of theirs depend on no others. BAD_SIZE for a call
- * that is not of this kind. */
-static int call_rows(const Call *c, int64_t size, int64_t first, int64_t count) {
+/* Of a step of `size` tokens as it was noted, tokens [first, first + count), and a thread's part of an arena or NULL. */
+typedef struct {
+    int64_t size, first, count;
+    const Arena *arena;
+    char *own;
+} Tokens;
+
+enum { BLOCK = 96, MANY_BLOCKS = 3 };
+
+/* Where the rows are of what is `bytes` wide by token. */
+static inline void *placed(const Tokens *t, void *p, int64_t bytes) {
+    if (!p) return NULL;
+    if (t->arena && (char *)p >= t->arena->base && (char *)p < t->arena->base + t->arena->width)
+        return t->own + ((char *)p - t->arena->base) * BLOCK;
+    return (char *)p + t->first * bytes;
+}
+
+/* The part of a call that some tokens are: its rows of theirs depend on no others. BAD_SIZE for a call that is not of this
+ * kind. */
+static int call_rows(const Call *c, const Tokens *t) {
     const Argument *a = c->a;
     int64_t each, width; /* rows of a token, bytes of a number */
-#define ROWS_OF(argument) each = (argument).i / size
-#define FROM(argument, numbers) ((argument).p ? (char *)(argument).p + first * each * (numbers) * width : 0)
+    int64_t first = t->first, count = t->count;
+#define ROWS_OF(argument) each = (argument).i / t->size
+#define FROM(argument, numbers) placed(t, (argument).p, each * (numbers) * width)
     switch (c->kind) {
     case RMS_NORM:
         ROWS_OF(a[4]), width = width_of_type(a[8].i);
@@ -76,13 +94,13 @@ static int call_rows(const Call *c, int64_t size, int64_t first, int64_t count) 
                                     (const int64_t *)a[8].p + first * each, count * each, a[10].i, a[11].i, a[12].i,
                                     a[13].i, a[14].i, a[15].p, a[16].i, a[17].i);
     case LINEAR:
+    case LINEAR_FOR_NEXT:
         ROWS_OF(a[4]), width = sizeof(bf16);
-        return quire_linear((void *)FROM(a[0], a[6].i), a[1].p, a[2].p, (void *)FROM(a[3], a[5].i), count * each, a[5].i,
-                            a[6].i);
+        return quire_linear(FROM(a[0], a[6].i), a[1].p, a[2].p, FROM(a[3], a[5].i), count * each, a[5].i, a[6].i);
     case ADD_LOW_RANK:
         ROWS_OF(a[7]), width = width_of_type(a[14].i);
         return quire_add_low_rank(FROM(a[0], a[8].i), (const int32_t *)a[1].p + first * each, a[2].p, a[3].p, a[4].p,
-                                  (float *)a[5].p + first * each * a[10].i, FROM(a[6], a[9].i), count * each, a[8].i,
+                                  placed(t, a[5].p, each * a[10].i * sizeof(float)), FROM(a[6], a[9].i), count * each, a[8].i,
                                   a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
     case INT8_LINEAR:
         ROWS_OF(a[6]), width = width_of_type(a[9].i);
@@ -97,21 +115,48 @@ static int is_of_rows(const Call *c) {
            c->kind == ROPE_AND_WRITE || c->kind == LINEAR || c->kind == ADD_LOW_RANK || c->kind == INT8_LINEAR;
 }
 
-/* Of many tokens a thread takes up to BLOCK at a time through all calls between two attentions: what one call writes the next
- * finds in the second-level cache, and no thread waits for another. Blocks are of equally many tokens, and as many for each
- * thread. It needs memory whose rows are those of the same tokens in every call (replay.py). */
-enum { BLOCK = 96, MANY_BLOCKS = 3 };
+/* Whether a product and the next call are SiLU's gates and what they gate, with results in between that nobody else reads. */
+static int is_gated(const Call *c) {
+    enum { SILU = 0 }; /* as kernels.c numbers it */
+#ifdef HAVE_BF16_VECTORS
+    const Argument *next = c[1].a;
+    return c->kind == LINEAR_FOR_NEXT && c[1].kind == ACTIVATE && next[0].p == c->a[3].p && next[4].i &&
+           next[5].i == SILU && next[6].i && c->a[5].i == 2 * next[3].i && c->a[5].i % (2 * PANEL) == 0;
+#else
+    return 0;
+#endif
+}
 
-static int call_blocks(const Call *calls, int64_t count, int64_t size, int64_t tokens) {
+static int call_gated(const Call *c, const Tokens *t) {
+#ifdef HAVE_BF16_VECTORS
+    const Argument *a = c->a;
+    int64_t each = a[4].i / t->size, width = sizeof(bf16);
+    return quire_linear_silu_mul(FROM(a[0], a[6].i), a[1].p, a[2].p, FROM(c[1].a[1], a[5].i / 2), t->count * each, a[5].i,
+                                 a[6].i);
+#else
+    return BAD_SIZE;
+#endif
+}
+
+/* Of many tokens a thread takes up to BLOCK at a time through all calls between two attentions: what one call writes the next
+ * finds in the second-level cache, in memory that the thread used for the block before, and no thread waits for another.
+ * Blocks are of equally many tokens, and as many for each thread. It needs memory whose rows are those of the same tokens in
+ * every call (replay.py). */
+static int call_blocks(const Call *calls, const Arena *arena, int64_t count, int64_t size, int64_t tokens) {
     int64_t threads = omp_get_max_threads(), tasks = (tokens + BLOCK * threads - 1) / (BLOCK * threads) * threads;
     int pinned = quire_pinned(), status = DONE;
 #pragma omp parallel reduction(| : status)
     {
         quire_stay(pinned);
+        char *own = arena ? arena->base + omp_get_thread_num() * arena->bytes : NULL;
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t task = 0; task < tasks; task++) {
-            int64_t first = tokens * task / tasks, some = tokens * (task + 1) / tasks - first;
-            for (int64_t i = 0; i < count && status == DONE; i++) status |= call_rows(calls + i, size, first, some);
+            int64_t first = tokens * task / tasks;
+            Tokens block = {size, first, tokens * (task + 1) / tasks - first, arena, own};
+            for (const Call *c = calls; c < calls + count && status == DONE; c++) {
+                if (c + 1 < calls + count && is_gated(c)) status |= call_gated(c++, &block);
+                else status |= call_rows(c, &block);
+            }
         }
     }
     return status;
@@ -119,7 +164,8 @@ static int call_blocks(const Call *calls, int64_t count, int64_t size, int64_t t
 
 /* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. */
 typedef struct {
-    const Call *calls;
+    const Call *calls, *blocks;
+    const Arena *arena;
     int64_t count, size, tokens, rows, shared;
 } Step;
 
@@ -129,7 +175,7 @@ static int make_call(const Step *step, const Call *c) {
     const Argument *a = c->a;
     int64_t rows = step->rows, shared = step->shared;
     switch (c->kind) {
-    default: return call_rows(c, step->size, 0, step->tokens);
+    default: return call_rows(c, &(Tokens){.size = step->size, .count = step->tokens});
     case ALL_REDUCE: return quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i);
     case LINEAR_AMX:
         return quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i);
@@ -202,7 +248,7 @@ static int make_calls(const void *argument, Worker *leader) {
         int64_t run = 0; /* calls of rows that follow each other */
         while (many && c + run < end && is_of_rows(c + run)) run++;
         if (run > 1) {
-            status = call_blocks(c, run, step->size, step->tokens);
+            status = call_blocks(step->blocks + (c - step->calls), step->arena, run, step->size, step->tokens);
             c += run - 1;
             continue;
         }
@@ -234,8 +280,10 @@ static int can_be_led(const Step *step) {
     return led;
 }
 
-int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens, int64_t rows, int64_t shared) {
+int quire_replay(const Call *calls, const Call *blocks, const Arena *arena, int64_t count, int64_t size, int64_t tokens,
+                 int64_t rows, int64_t shared) {
     if (tokens < 0 || tokens > size || rows < 0 || rows > size) return BAD_SIZE;
-    Step step = {calls, count, size, tokens, rows, shared};
+    int fits = arena && arena->width * BLOCK <= arena->bytes && omp_get_max_threads() <= arena->threads;
+    Step step = {calls, fits ? blocks : calls, fits ? arena : NULL, count, size, tokens, rows, shared};
     return can_be_led(&step) ? quire_lead(make_calls, &step) : make_calls(&step, NULL);
 }

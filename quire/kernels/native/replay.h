@@ -22,7 +22,8 @@ enum {
     ENCODER_ATTENTION,
     LATENT_WRITE,
     LATENT_ATTENTION,
-    INT8_LINEAR
+    INT8_LINEAR,
+    LINEAR_FOR_NEXT /* a LINEAR whose results only the next call reads (replay_blocks.py) */
 };
 typedef union {
     int64_t i;
@@ -34,5 +35,13 @@ typedef struct {
     Argument a[26];
 } Call;
 
-/* See replay.c. */
-int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens, int64_t rows, int64_t shared);
+/* Memory of threads for what calls hand to each other (replay_blocks.py): `bytes` for each of `threads`, for some tokens of
+ * `width` bytes. In its calls a place in the first token's `width` bytes means one's own place in every token's. */
+typedef struct {
+    char *base;
+    int64_t width, bytes, threads;
+} Arena;
+
+/* See replay.c. blocks: the same calls with places in an arena, or both NULL. */
+int quire_replay(const Call *calls, const Call *blocks, const Arena *arena, int64_t count, int64_t size, int64_t tokens,
+                 int64_t rows, int64_t shared);

@@ -3,7 +3,7 @@ is a third of a small model's step. One recording serves steps of every size up 
 
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import native
+from quire.kernels.native.replay_blocks import Blocks, Life, NotedCall, place_in_blocks
 
 # In the order of replay.c: which argument counts the rows that a call is for.
 KINDS = {
@@ -53,9 +54,7 @@ class NotReplayableError(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
-    kind: str
-    arguments: bytes
+class Call(NotedCall):
     shape: tuple[Any, ...]  # all that must not change with the number of tokens
 
 
@@ -67,7 +66,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.size = size
         self.calls: list[Call] = []
-        self._memory = Memory()
+        self._memory = Memory(self.calls)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,6 +79,7 @@ class Recording(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._lives = list(self._memory.lives)  # what is left are results
         super().__exit__(*error)
         self._instead.__exit__(*error)
 
@@ -109,9 +109,11 @@ class Recording(TorchDispatchMode):
         """Makes the calls for a step of any size: its inputs are in the first rows of those that were recorded."""
         block, memory = self._packed(), self._memory
         replay, count, size = native.native_function("quire_replay"), len(self.calls), self.size
+        blocks = place_in_blocks(self.calls, self._lives, size)
+        placed = (blocks.calls.data_ptr(), blocks.arena.data_ptr()) if blocks else (None, None)
 
-        def run(tokens: int, rows: int, shared: int, memory: Memory = memory) -> None:
-            replay(block.data_ptr(), count, size, tokens, rows, shared)
+        def run(tokens: int, rows: int, shared: int, memory: Memory = memory, blocks: Blocks | None = blocks) -> None:
+            replay(block.data_ptr(), *placed, count, size, tokens, rows, shared)
 
         return run
 
@@ -146,10 +148,13 @@ class Memory:
     token's rows are then at one place in all of them: threads may be at different calls, each with its own tokens
     (replay.c)."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[NotedCall]) -> None:
+        self.lives: list[Life] = []  # of tensors that are gone
+        self._calls = calls  # as many as are noted so far
         self._pieces: list[torch.Tensor] = []
         self._free: list[int] = []  # of those
         self._looking: list[int] = []  # tensors at each
+        self._born: list[int] = []  # before which call
         self._piece_of: dict[int, int] = {}  # by the tensor's id
 
     @property
@@ -170,6 +175,8 @@ class Memory:
             number = len(self._pieces)
             self._pieces.append(torch.empty(like.nbytes, dtype=torch.uint8))
             self._looking.append(0)
+            self._born.append(0)
+        self._born[number] = len(self._calls)
         made = self._pieces[number][: like.nbytes].view(like.dtype).view(like.shape)
         self._look(made, number)
         return made
@@ -189,6 +196,8 @@ class Memory:
         self._looking[number] -= 1
         if not self._looking[number]:
             self._free.append(number)
+            piece = self._pieces[number]
+            self.lives.append(Life(piece.data_ptr(), piece.nbytes, self._born[number], len(self._calls)))
 
 
 def _noted(kind: str, arguments: tuple[Any, ...], rows_of_each: int) -> Call:

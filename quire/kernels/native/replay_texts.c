@@ -122,7 +122,7 @@ int quire_replay_texts(const Call *calls, int64_t count, int64_t size, int64_t t
     if (threads > 1 && rows && starts[rows] == tokens) groups = divide(starts, rows, threads, most, room, ends);
     int status = DONE, pinned = quire_pinned();
     if (!groups) {
-        status = quire_replay(calls, count, size, tokens, rows, 0);
+        status = quire_replay(calls, NULL, NULL, count, size, tokens, rows, 0);
         memcpy(out, last, tokens * bytes);
     } else {
 #pragma omp parallel num_threads(threads) reduction(| : status)
@@ -137,7 +137,7 @@ int quire_replay_texts(const Call *calls, int64_t count, int64_t size, int64_t t
                 for (int64_t i = 0; i <= texts; i++) here[i] = starts[text + i] - starts[text];
                 for (int64_t i = 0; i < count && status == DONE; i++) {
                     Call call = for_group(calls + i, size, &at, here);
-                    status |= quire_replay(&call, 1, size, here[texts], texts, 0);
+                    status |= quire_replay(&call, NULL, NULL, 1, size, here[texts], texts, 0);
                 }
                 memcpy(out + at.first * bytes, placed(&at, last, bytes), here[texts] * bytes);
             }

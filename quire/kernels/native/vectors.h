@@ -43,16 +43,10 @@ static inline __m512 exp2_16(__m512 x) {
     return _mm512_scalef_ps(p, whole);
 }
 
-/* 1 / x by an estimate of 14 bits and one step of Newton's: more than bf16 holds. */
-static inline __m512 inverse16(__m512 x) {
-    __m512 y = _mm512_rcp14_ps(x);
-    return _mm512_mul_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(2.0f)));
-}
-
-/* x / (1 + exp -x); NaN stays NaN. */
+/* x / (1 + 2 ** (-x log2 e)); NaN stays NaN, being the second operand. */
 static inline __m512 silu16(__m512 x) {
-    __m512 e = exp16(_mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x)));
-    return _mm512_mul_ps(x, inverse16(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
+    __m512 power = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-1.4426950408889634f)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_16(power)));
 }
 
 /* The normal distribution's share below x: a polynomial in x for each of 32 parts of [-5.5, 5.5), fitted at Chebyshev's
