@@ -181,12 +181,15 @@ class Admission:
         )
 
     def _make_room_for(self, request: Request) -> bool:
-        """Where nothing runs that could end, blocks can only come from another waiting request, which a connector has
-        loaded: free the last one's, it loads again. False if that is not so."""
-        if not self._transfers.connectors or len(self._running):
-            return False
-        last = self._queue.last_with_blocks()
-        if last is None or last is request:
+        """Where nothing runs that could end, blocks can only come from another waiting request. False if that is not
+        so."""
+        return not len(self._running) and self.free_waiting(but=request)
+
+    def free_waiting(self, but: Request | None = None) -> bool:
+        """The blocks of the last waiting request that a connector has loaded: it loads again. False if there is none,
+        or only this one."""
+        last = self._queue.last_with_blocks() if self._transfers.connectors else None
+        if last is None or last is but:
             return False
         self._transfers.preempt(last)
         self._kv.free(last)

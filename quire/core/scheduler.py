@@ -317,12 +317,14 @@ class Scheduler:
         self, rows: np.ndarray, short: np.ndarray, num_tokens: np.ndarray, counts: np.ndarray, appended: BlockAppends
     ) -> bool:
         """Blocks for one row after the other; while there are too few, the last running request is preempted. True if
-        one was."""
+        one was. The only one that runs would come back to as few: blocks of those that wait are freed first."""
         run = self.running
         preempted = False
         for place in short:
             request = run.requests[rows[place]]
             while request is not None and not self.blocks.extend_one(request, int(num_tokens[place]), appended):
+                if len(run) == 1 and self.admission.free_waiting():
+                    continue
                 victim = run.last()
                 counts[rows == victim.row] = 0
                 preempted = True

@@ -8,7 +8,7 @@ from quire.distributed.kv_connector import KVConnector
 from quire.messages.kv_transfer import FailedMetadata, FinishedTransfers
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import ErrorKind, RequestError
-from tests.core.fake_engine import FakeEngine, request
+from tests.core.fake_engine import FakeEngine, expected_tokens, request
 
 
 class Connector(KVConnector):
@@ -254,3 +254,20 @@ def test_other_weights_drop_what_was_loaded_for_requests_that_wait():
     connector.forget = lambda: connector.preempted.append("forgotten")
     scheduler.forget(b"new weights")
     assert not waiting.has_blocks and waiting.num_computed == 0 and "forgotten" in connector.preempted
+
+
+def test_the_only_running_request_gets_the_blocks_of_one_that_waits_with_loaded_ones():
+    """Preempted, it would be admitted again with as few blocks, for ever."""
+    connector = Connector(num_tokens=8)
+    engine = FakeEngine(num_blocks=5, policy="priority", connector=connector, caching=False)
+    engine.add("loaded", range(9), max_tokens=2)
+    scheduler = engine.scheduler
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, report(FinishedTransfers(received=("loaded",))))
+    assert scheduler.requests["loaded"].has_blocks
+    connector.num_tokens = 0
+    engine.add("first", range(20, 32), max_tokens=4, priority=-1)  # three blocks are left, and it needs a fourth
+    engine.run()
+    assert engine.tokens["first"] == expected_tokens(range(20, 32), 4)
+    assert engine.tokens["loaded"] == expected_tokens(range(9), 2)
+    assert scheduler.num_preemptions == 0 and connector.preempted == [("loaded", 8, 2)]
