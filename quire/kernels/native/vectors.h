@@ -43,8 +43,14 @@ static inline __m512 exp2_16(__m512 x) {
     return _mm512_scalef_ps(p, whole);
 }
 
-/* x / (1 + 2 ** (-x log2 e)); NaN stays NaN, being the second operand. */
+/* x / (1 + exp -x); NaN stays NaN, being the second operand. */
 static inline __m512 silu16(__m512 x) {
+    __m512 e = exp16(_mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+/* The same by a power of two, for numbers that are stored as bf16. */
+static inline __m512 rough_silu16(__m512 x) {
     __m512 power = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-1.4426950408889634f)));
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_16(power)));
 }
@@ -163,7 +169,7 @@ static inline void add_vectors(const bf16 *a, const bf16 *b, bf16 *out, int64_t 
 static inline void silu_mul_vectors(const bf16 *gate, const bf16 *up, bf16 *out, int64_t d) {
     for (int64_t j = 0; j < d; j += 16) {
         __mmask16 here = first_lanes(d - j);
-        store16(out + j, here, _mm512_mul_ps(silu16(load16(gate + j, here)), load16(up + j, here)));
+        store16(out + j, here, _mm512_mul_ps(rough_silu16(load16(gate + j, here)), load16(up + j, here)));
     }
 }
 
