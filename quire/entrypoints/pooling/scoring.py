@@ -72,9 +72,7 @@ class ScoreOptions:
     cut: Truncation = ALL
     max_query: int = 0  # tokens; 0: all
     max_document: int = 0
-    template: str | None = (
-        None  # Jinja text that makes one prompt of both texts; None: the model's, if it has one for that
-    )
+    template: str | None = None  # Jinja text that makes one prompt of both texts, instead of the model's own
     template_kwargs: Mapping[str, Any] | None = None
     max_chars: int | None = None  # of all pairs
 
